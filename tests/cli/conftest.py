@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_ssd
@@ -27,3 +28,14 @@ def embedded_worker(embedded):
 def chat(embedded, embedded_worker):
     target, _, tokenizer = embedded
     return Chat(SimpleNamespace(system=None, temperature=0.0, max_new_tokens=12), target, embedded_worker, tokenizer)
+
+
+def goes_on_as_plain(chat: Chat, words: str) -> None:
+    """Sends a message, whose answer must be that of plain generation from the whole text."""
+    tokens = torch.tensor([chat.tokens_after(words)])
+    options = {"attention_mask": torch.ones_like(tokens), "max_new_tokens": chat.args.max_new_tokens}
+    plain = chat.target.generate(tokens, **options, do_sample=False)
+    chat.answer(words)
+    answer = chat.tokenizer.decode(plain[0, tokens.shape[1] :], skip_special_tokens=True)
+    assert chat.messages[-1] == {"role": "assistant", "content": answer} and chat.text.endswith(f"{words}\n{answer}")
+    assert chat.cache.get_seq_length() == len(chat.cached) == plain.shape[1] - 1

@@ -13,6 +13,8 @@ from hf_ssd.cache import packed
 from hf_ssd.cli import models, pair
 from hf_ssd.cli.main import main
 
+from .conftest import goes_on_as_plain
+
 
 def test_a_conversation():
     typed = "class Reader:\n\n/help\n/nothing\n/stats\n    def read(self):\n/clear\nimport os\n/quit\nnot read\n"
@@ -26,16 +28,9 @@ def test_a_conversation():
     assert done.stdout.count("> ") == 9  # /quit was the last thing read
 
 
-def test_the_caches_go_on_from_turn_to_turn(chat, embedded):
-    target, _, tokenizer = embedded
+def test_the_caches_go_on_from_turn_to_turn(chat):
     chat.answer("class Reader:\n    def __init__(self, path):\n        self.path = path\n")
-    text = chat.text
-    chat.answer("\n    def read(self):\n")
-    whole = tokenizer(text + "\n    def read(self):\n\n", return_tensors="pt")["input_ids"]
-    plain = target.generate(whole, attention_mask=torch.ones_like(whole), max_new_tokens=12, do_sample=False)
-    assert chat.text.endswith(tokenizer.decode(plain[0, whole.shape[1] :], skip_special_tokens=True))
-    kept = chat.cache.get_seq_length()
-    assert kept == len(chat.cached) == plain.shape[1] - 1
+    goes_on_as_plain(chat, "\n    def read(self):\n")
 
 
 def test_what_the_text_no_longer_begins_with_is_dropped(chat):
@@ -58,10 +53,8 @@ def test_a_chat_keeps_no_second_copy_of_packed_weights_unless_a_head_shares_them
     said = capsys.readouterr().out
     assert float(re.search(r"acceptance ([\d.]+)\]", said)[1]) > 0.2
     ids = embedded[2]("import os\n", return_tensors="pt")["input_ids"]
-    text = plain.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)[
-        0, ids.shape[1] :
-    ]
-    assert embedded[2].decode(text, skip_special_tokens=True).rstrip() in said
+    tokens = plain.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
+    assert embedded[2].decode(tokens[0, ids.shape[1] :], skip_special_tokens=True).rstrip() in said
     assert len(owned) == (draft == "draft")
     for model in owned:
         layers = [layer for layer in model.modules() if type(layer) is torch.nn.Linear]

@@ -16,10 +16,10 @@ import time
 from types import SimpleNamespace
 
 import pytest
-import torch
 from transformers import MambaConfig, TextStreamer
 
 import hf_ssd
+from hf_ssd.cli import chat as chat_module
 from hf_ssd.cli import check, models
 from hf_ssd.cli.chat import Chat, drafting
 from hf_ssd.cli.main import COMMANDS, build_parser, main
@@ -29,6 +29,7 @@ from hf_ssd.stats import SSDStats
 
 from ..helpers.tiny import tiny_draft, tiny_model
 from ..helpers.vocabularies import TARGET, renamed_draft, tokenizer
+from .conftest import goes_on_as_plain
 
 OTHER = [*reversed(TARGET)]  # the same tokens with other ids
 TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
@@ -67,12 +68,7 @@ def test_a_chat_with_full_windows_goes_on_when_its_template_changes_an_old_answe
     chat = windowed_chat(family)
     chat.answer("hello")
     chat.messages[-1]["content"] = chat.messages[-1]["content"][:-2] + "..."
-    tokens = torch.tensor([chat.tokens_after("again")])
-    plain = chat.target.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=10, do_sample=False)
-    chat.answer("again")
-    answer = chat.tokenizer.decode(plain[0, tokens.shape[1] :], skip_special_tokens=True)
-    assert chat.messages[-1] == {"role": "assistant", "content": answer}
-    assert chat.cache.get_seq_length() == len(chat.cached) == plain.shape[1] - 1
+    goes_on_as_plain(chat, "again")
 
 
 def test_ctrl_c_in_an_answer_keeps_the_answer_so_far_and_the_conversation(chat, monkeypatch, capsys):
@@ -93,10 +89,7 @@ def test_ctrl_c_in_an_answer_keeps_the_answer_so_far_and_the_conversation(chat, 
     assert chat.text.startswith(before) and 0 < len(chat.tokenizer(said)["input_ids"]) < 40
     assert capsys.readouterr().out.rstrip().endswith(said.rstrip())
     chat.args.max_new_tokens = 12
-    whole = torch.tensor([chat.tokens_after("\n    def read(self):\n")])
-    plain = chat.target.generate(whole, attention_mask=torch.ones_like(whole), max_new_tokens=12, do_sample=False)
-    chat.answer("\n    def read(self):\n")
-    assert chat.text.endswith(chat.tokenizer.decode(plain[0, whole.shape[1] :], skip_special_tokens=True))
+    goes_on_as_plain(chat, "\n    def read(self):\n")
 
 
 def test_a_message_longer_than_the_positions_gets_a_sentence_and_the_chat_goes_on(monkeypatch, capsys):
@@ -118,12 +111,21 @@ def test_an_answer_ends_where_the_positions_end(chat):
     assert int(figures[1:].split()[0]) <= 2048 - length < 500
 
 
-def test_bytes_that_are_no_utf8_and_blank_lines(monkeypatch, capsys):
-    typed(monkeypatch, b"# na\xefve caf\xe9\n   \n\t\n\n/quit\n")
-    sent, answer = [], Chat.answer
-    monkeypatch.setattr(Chat, "answer", lambda chat, words: sent.append(words) or answer(chat, words))
-    assert main(["chat", "--max-new-tokens", "4"]) == 0
-    assert sent == ["# na\ufffdve caf\ufffd"]
+@pytest.mark.parametrize(
+    "text, messages",
+    [
+        (b"# na\xefve caf\xe9\n   \n\t\n\n/quit\n", ["# na\ufffdve caf\ufffd"]),
+        (
+            '"""\none\n\n/quit\n"""\n"""two"""\n"""\n"""\nthree\n"""four\nfive',
+            ["one\n\n/quit", "two", "three", "four\nfive"],
+        ),
+    ],
+)
+def test_bytes_that_are_no_utf8_and_lines_between_quotes(text, messages, monkeypatch):
+    typed(monkeypatch, text)
+    sent = []
+    monkeypatch.setattr(Chat, "answer", lambda chat, words: sent.append(words) or "[1 tokens]")
+    assert main(["chat"]) == 0 and sent == messages
 
 
 class Terminal:
@@ -160,18 +162,7 @@ class Terminal:
 
 
 @pytest.mark.slow
-def test_a_line_can_be_edited(fresh_python):
-    """On a terminal "/hlp" with an "e" put in after two steps to the left is "/help"."""
-    with Terminal() as terminal:
-        assert "> " in terminal.read_until("> ")
-        terminal.type(b"/hlp\x1b[D\x1b[De\n")
-        assert "forgets the text so far" in terminal.read_until("Ctrl-C stops")
-        terminal.type(b"/quit\n")
-        assert terminal.process.wait(timeout=60) == 0
-
-
-@pytest.mark.slow
-def test_on_a_terminal_a_paste_is_one_message_and_ctrl_c_says_how_to_leave(fresh_python):
+def test_on_a_terminal_a_paste_is_one_message_lines_are_edited_and_ctrl_c_says_how_to_leave(fresh_python):
     """Loading and waiting are seen there too. The prompt asks the terminal to mark pastes, as this one does."""
     prompt, sign_of_life = "\x1b[?2004h> ", "...\r\x1b[K"
     with Terminal("--max-new-tokens", "4", "--stats") as terminal:
@@ -180,8 +171,9 @@ def test_on_a_terminal_a_paste_is_one_message_and_ctrl_c_says_how_to_leave(fresh
         terminal.type(b"\x1b[200~class A:\r    x = 1\r    y = 2\r\x1b[201~\r")
         seen = terminal.read_until(prompt)
         assert sign_of_life in seen and seen.count("[4 tokens, ") == 1, seen
-        terminal.type(b"/help\r")
-        assert "[4 tokens, " not in terminal.read_until(prompt)  # there was nothing more to answer
+        terminal.type(b"/hlp\x1b[D\x1b[De\r")  # an "e" is put in after two steps to the left
+        helped = terminal.read_until(prompt)
+        assert "forgets the text so far" in helped and "[4 tokens, " not in helped  # there was no more to answer
         seen, hint = "", "Type /quit or press Ctrl-D to leave."
         for _ in range(10):  # Python notices a Ctrl-C only once it waits for keys, a moment after the prompt
             terminal.type(b"\x03")
@@ -200,14 +192,6 @@ def test_on_a_terminal_a_paste_is_one_message_and_ctrl_c_says_how_to_leave(fresh
         assert terminal.process.wait(timeout=60) == 0
 
 
-def test_lines_between_quotes_are_one_message(monkeypatch, capsys):
-    typed(monkeypatch, '"""\none\n\n/quit\n"""\n"""two"""\n"""\n"""\nthree\n"""four\nfive')
-    sent = []
-    monkeypatch.setattr(Chat, "answer", lambda chat, words: sent.append(words) or "[1 tokens]")
-    assert main(["chat"]) == 0
-    assert sent == ["one\n\n/quit", "two", "three", "four\nfive"]
-
-
 def test_bars_are_for_terminals(monkeypatch, capsys):
     switched = []
     monkeypatch.setattr("transformers.utils.logging.disable_progress_bar", lambda: switched.append("off"))
@@ -217,24 +201,17 @@ def test_bars_are_for_terminals(monkeypatch, capsys):
     assert main(["chat"]) == 2 and switched == ["off"]
 
 
-@pytest.mark.parametrize("place", ["tokenizing", "the cache", "the figures"])
-def test_ctrl_c_beside_the_call_stops_that_message_alone(place, monkeypatch, capsys):
-    stopped = []
+@pytest.mark.parametrize("owner, name", [(Chat, "tokens_after"), (Chat, "_take_cache"), (chat_module, "drafting")])
+def test_ctrl_c_beside_the_call_stops_that_message_alone(owner, name, monkeypatch, capsys):
+    function, stopped = getattr(owner, name), []
 
-    def interrupted(function):
-        def once(*args, **kwargs):
-            if not stopped:
-                stopped.append(place)
-                signal.raise_signal(signal.SIGINT)
-            return function(*args, **kwargs)
+    def interrupted(*args, **kwargs):
+        if not stopped:
+            stopped.append(name)
+            signal.raise_signal(signal.SIGINT)
+        return function(*args, **kwargs)
 
-        return once
-
-    if place == "the figures":
-        monkeypatch.setattr("hf_ssd.cli.chat.drafting", interrupted(drafting))
-    else:
-        name = {"tokenizing": "tokens_after", "the cache": "_take_cache"}[place]
-        monkeypatch.setattr(Chat, name, interrupted(getattr(Chat, name)))
+    monkeypatch.setattr(owner, name, interrupted)
     typed(monkeypatch, "import os\nimport sys\n/quit\n")
     assert main(["chat", "--max-new-tokens", "4", "--stats"]) == 0
     output = capsys.readouterr().out
@@ -261,10 +238,7 @@ def test_a_call_that_fails_leaves_a_chat_that_goes_on(chat, monkeypatch):
         with pytest.raises(ValueError, match="no more"):
             chat.answer("import sys\n")
     assert chat.cache.get_seq_length() == len(chat.cached)
-    whole = torch.tensor([chat.tokens_after("import re\n")])
-    plain = chat.target.generate(whole, attention_mask=torch.ones_like(whole), max_new_tokens=12, do_sample=False)
-    chat.answer("import re\n")
-    assert chat.text.endswith(chat.tokenizer.decode(plain[0, whole.shape[1] :], skip_special_tokens=True))
+    goes_on_as_plain(chat, "import re\n")
 
 
 def test_characters_that_the_terminal_cannot_show_do_not_end_the_chat(monkeypatch):
@@ -477,15 +451,12 @@ def test_acceptance_is_one_figure_of_all_tokens_that_were_drafted():
 @pytest.fixture(scope="module")
 def different(tmp_path_factory):
     """A target and a draft that always agrees with it and has other ids, each with its tokenizer, in two folders."""
-    place = tmp_path_factory.mktemp("different")
-    pairs = {
-        "target": (tiny_model(vocab_size=len(TARGET)), TARGET),
-        "draft": (renamed_draft(OTHER, disagreement=0.0), OTHER),
-    }
-    for name, (model, tokens) in pairs.items():
-        model.save_pretrained(place / name)
-        tokenizer(tokens).save_pretrained(place / name)
-    return [str(place / "target"), str(place / "draft")]
+    folders = [tmp_path_factory.mktemp("different") for _ in range(2)]
+    models = (tiny_model(vocab_size=len(TARGET)), renamed_draft(OTHER, disagreement=0.0))
+    for folder, model, tokens in zip(folders, models, (TARGET, OTHER)):
+        model.save_pretrained(folder)
+        tokenizer(tokens).save_pretrained(folder)
+    return [*map(str, folders)]
 
 
 def test_check_measures_a_pair_with_different_tokenizers(different, capsys):

@@ -45,6 +45,8 @@ def test_a_check_names_the_files_as_the_user_does(files, capsys):
     found = json.loads(capsys.readouterr().out)
     assert code in (0, 1) and found["failure"] is None and found["acceptance"] > 0.3, found
     assert found["target"]["name"] == files["target"] and found["draft"]["name"] == files["alone"]
+    model, tokenizer = Model(files["target"]).load_for_requests()  # of a server
+    assert model.config.num_hidden_layers == 12 and tokenizer("import os")["input_ids"] == [514, 649]
 
 
 @pytest.mark.parametrize("name", ["draft", "alone"])
@@ -64,11 +66,6 @@ def test_a_draft_in_a_file_drafts_for_calls(files, name):
     for output in outputs:
         assert torch.equal(output.sequences, plain) and output.ssd_stats.draft_failure is None
     assert outputs[0].ssd_stats.acceptance_rate > 0.3 and outputs[0].ssd_stats.hit_rate > 0.2
-
-
-def test_a_server_loads_a_file_with_its_tokenizer(files):
-    model, tokenizer = Model(files["target"]).load_for_requests()
-    assert model.config.num_hidden_layers == 12 and tokenizer("import os")["input_ids"] == [514, 649]
 
 
 def test_a_header_is_read_once_and_never_as_json(files, monkeypatch):

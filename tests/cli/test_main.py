@@ -75,12 +75,12 @@ def test_options_that_several_commands_have_are_one_option():
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_takes_what_generate_and_from_pretrained_take(command):
+def test_every_command_takes_what_generate_and_from_pretrained_take(command, monkeypatch):
     words = "--dtype bf16 --draft-dtype auto --draft-tokenizer TOKENS --gguf-file A.gguf --draft-gguf-file B.gguf"
     words += " --revision v1 --draft-revision v2 --trust-remote-code --attn-implementation eager --drafter parallel"
     words += " --lookahead 3 --budget 7 --threads 1 --draft-threads 1 --tokenizer OTHER"
     args = build_parser().parse_args([command, "TARGET", "DRAFT", *words.split()])
-    cores = available_cores()
+    cores, given = available_cores(), []
     try:
         found = models.chosen(args)
         assert available_cores() == cores[:1] and torch.get_num_threads() == 1
@@ -91,7 +91,10 @@ def test_every_command_takes_what_generate_and_from_pretrained_take(command):
     assert found.target == models.Model("TARGET", cpu, "bfloat16", target, "OTHER", "eager")
     draft = {"revision": "v2", "gguf_file": "B.gguf", **trusted}
     assert found.draft == models.Model("DRAFT", cpu, "auto", draft, "TOKENS", None)
-    assert found.config == hf_ssd.SSDConfig(drafter="parallel", lookahead=3, budget=7) and found.draft_threads == 1
+    assert found.config == hf_ssd.SSDConfig(drafter="parallel", lookahead=3, budget=7)
+    monkeypatch.setattr(hf_ssd, "launch_draft", lambda *name, **options: given.append((*name, options)))
+    found.launch_draft(None)
+    assert given == [("DRAFT", {"device": cpu, "dtype": "auto", "num_threads": 1, "target": None, **draft})]
 
 
 def test_a_draft_of_the_hub_is_downloaded_where_bars_are_seen(monkeypatch, tmp_path):
@@ -108,15 +111,3 @@ def test_a_draft_of_the_hub_is_downloaded_where_bars_are_seen(monkeypatch, tmp_p
     files = ["model.safetensors", "model-00001-of-00002.safetensors", "consolidated.safetensors"]
     assert name == "org/small" and options["revision"] == "v2"
     assert [*filter_repo_objects(files, allow_patterns=options["allow_patterns"])] == files[:2]
-
-
-def test_the_options_of_the_draft_reach_its_worker(monkeypatch):
-    args = build_parser().parse_args(
-        ["chat", "--draft-dtype", "bf16", "--draft-revision", "v2", "--draft-threads", "1"]
-    )
-    given = []
-    monkeypatch.setattr(hf_ssd, "launch_draft", lambda name, **options: given.append((name, options)))
-    models.chosen(args).launch_draft(None)
-    cpu = torch.device("cpu")
-    options = {"device": cpu, "dtype": "bfloat16", "num_threads": 1, "revision": "v2", "target": None}
-    assert given == [(pair.folder("draft"), options)]

@@ -45,9 +45,14 @@ def installed(tmp_path_factory):
 
 @pytest.mark.slow
 def test_the_doctor_knows_the_embedded_pair(installed, tmp_path):
-    command = [str(installed / "hf-ssd"), "check", "--json", "--repeats", "1", "--max-new-tokens", "16"]
+    command = [str(installed / "hf-ssd"), "check", "--json", "--repeats", "3", "--max-new-tokens", "48"]
     found = json.loads(run(*command, cwd=tmp_path, codes=(0, 1)))
     assert Path(found["draft"]["name"]).is_relative_to(installed.parent) and found["failure"] is None
+    assert found["verdict"].startswith("yes: " if found["pays"] else "no: ") and found["plan"]
+    assert found["target"]["family"] == "llama" and found["target"]["vocabulary"] == found["draft"]["vocabulary"]
+    assert 0.3 < found["acceptance"] <= 1
+    assert found["assistant_tokens"] in ((None,) if found["skipped"] else (3, 5))  # left out on a busy machine
+    assert min(found[name] for name in ("verify_seconds", "predicted", "speed", "plain")) > 0
 
 
 def test_the_module_is_the_program(installed, tmp_path):

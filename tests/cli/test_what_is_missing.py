@@ -1,11 +1,20 @@
-"""A folder or draft that does not exist is named, in one sentence that says what to do."""
+"""What is missing or of no use is named in one sentence, and code of a model's own is run only where it is trusted."""
+
+import importlib.util
+import json
+import socket
 
 import pytest
+import torch
 
 import hf_ssd
 from hf_ssd.cli import models
+from hf_ssd.cli.main import main
+from hf_ssd.cli.serve import NEEDED
+from hf_ssd.distributed.worker import load_model
 
 from ..helpers.families import tiny_config
+from ..helpers.tiny import tiny_draft, tiny_model
 
 
 @pytest.mark.parametrize("name", ["/nope", "./nope", "nope/it/is"])
@@ -40,3 +49,65 @@ def test_a_folder_of_a_hybrid_without_a_tokenizer(tmp_path):
     """transformers makes a tokenizer that knows no text from its config."""
     tiny_config("qwen3_next").save_pretrained(tmp_path)
     assert models.Model(str(tmp_path)).tokenizer is None
+
+
+def refused(capsys, *words: str) -> str:
+    assert main(["serve", *words]) == 2
+    return capsys.readouterr().err
+
+
+def test_what_cannot_be_served_is_said_before_anything_is_loaded(capsys, monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert f"Cannot listen on 127.0.0.1 port {port}" in refused(capsys, "--port", port)
+    assert "Cannot listen on 127.0.0.1 port 99999" in refused(capsys, "--port", "99999")
+    assert "There are two drafts" in refused(capsys, "target", "draft", "--draft", "draft")
+    assert "DRAFT is missing: hf-ssd serve target DRAFT" in refused(capsys, "target", "--port", "0")
+    assert "There is no folder './nowhere'" in refused(capsys, "./nowhere", "./either", "--port", "0")
+    found = {name: importlib.util.find_spec(name) for name in NEEDED} | {"uvicorn": None}
+    monkeypatch.setattr("hf_ssd.cli.serve.importlib.util.find_spec", found.get)
+    assert 'serving needs uvicorn: pip install "hf_ssd[serve]"' in refused(capsys)
+
+
+# ---------------------------------------------------------------- code of a model's own
+
+CODE = "from transformers import PreTrainedTokenizerFast\n\n\nclass Own(PreTrainedTokenizerFast):\n    pass\n"
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The questions on the terminal, all answered with no."""
+    questions = []
+    monkeypatch.setattr("builtins.input", lambda question="": questions.append(question) or "n")
+    return questions
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "own.py").write_text(CODE)
+    tokenizer = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    kinds = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": kinds}))
+    return str(tmp_path)
+
+
+def test_a_call_with_models_of_custom_code_does_not_ask(folder, asked):
+    target, draft = hf_ssd.enable(tiny_model()), tiny_draft()
+    target.config._name_or_path = draft.config._name_or_path = folder
+    config = hf_ssd.SSDConfig(lookahead=2, asynchronous=False)
+    target.generate(torch.tensor([[1, 5, 9]]), max_new_tokens=4, assistant_model=draft, ssd_config=config)
+    assert asked == []
+
+
+def test_the_worker_and_the_command_line_do_not_ask(folder, asked):
+    settings = {"weights": None, "dtype": None, "load_options": {}, "path": folder, "device": "cpu"}
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        load_model(settings)
+    model = models.Model(folder)
+    with pytest.raises(ValueError, match="it brings code of its own, .* --trust-remote-code"):
+        model.load()
+    assert model.tokenizer is None
+    assert asked == []

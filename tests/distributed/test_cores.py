@@ -1,14 +1,13 @@
 import contextlib
 import os
 import queue
-import signal
 import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList
 
 import hf_ssd
 from hf_ssd.distributed import cores, transport
@@ -17,51 +16,28 @@ from hf_ssd.generation import loop
 from hf_ssd.planning.fixed_plan import FixedPlan
 from hf_ssd.rounds import AHEAD, IN_TURN, PLAIN, Plan
 
+from ..helpers.at_length import AtLength
 from ..helpers.tiny import SIZES, padded_batch, tiny_model
-
-
-@pytest.mark.parametrize(
-    "available, threads, target, draft",
-    [
-        (range(2), None, (0,), (1,)),
-        (range(8), None, (0, 1, 2, 3, 4, 5), (6, 7)),
-        (range(8), 5, (0, 1, 2), (3, 4, 5, 6, 7)),
-        ([3], None, (3,), (3,)),
-        (range(2), 2, (0, 1), (0, 1)),
-    ],
-)
-def test_division(monkeypatch, available, threads, target, draft):
-    monkeypatch.setattr(cores, "available_cores", lambda: tuple(available))
-    assert divide_cores(threads) == CoreShare(target, (draft,))
 
 
 @pytest.mark.parametrize(
     "available, threads, target, drafts",
     [
-        (range(8), 2, (0, 1, 2, 3), ((4, 5), (6, 7))),
-        (range(2), 1, (0,), ((1,), (1,))),  # not enough: the drafts share
-        ([3], None, (3,), ((3,), (3,))),
+        (range(2), None, (0,), [(1,)]),
+        (range(8), None, (0, 1, 2, 3, 4, 5), [(6, 7)]),
+        (range(8), 5, (0, 1, 2), [(3, 4, 5, 6, 7)]),
+        ([3], None, (3,), [(3,)]),
+        (range(2), 2, (0, 1), [(0, 1)]),
+        (range(8), 2, (0, 1, 2, 3), [(4, 5), (6, 7)]),
+        (range(2), 1, (0,), [(1,), (1,)]),  # not enough: the drafts share
     ],
 )
-def test_division_between_several_drafts(monkeypatch, available, threads, target, drafts):
+def test_division(monkeypatch, available, threads, target, drafts):
     monkeypatch.setattr(cores, "available_cores", lambda: tuple(available))
-    assert divide_cores(threads, drafts=2) == CoreShare(target, drafts)
-
-
-@pytest.mark.parametrize("threads", [0, 3])
-def test_too_many_or_no_cores(monkeypatch, threads):
-    monkeypatch.setattr(cores, "available_cores", lambda: (0, 1))
-    with pytest.raises(ValueError, match="between 1 and the 2 cores"):
-        divide_cores(threads)
-
-
-def test_threads_and_cores_are_restored_even_after_an_error():
-    before = torch.get_num_threads(), os.sched_getaffinity(0)
-    with pytest.raises(KeyError):
-        with use_cores((min(before[1]),)):
-            assert torch.get_num_threads() == 1 and os.sched_getaffinity(0) == {min(before[1])}
-            raise KeyError
-    assert (torch.get_num_threads(), os.sched_getaffinity(0)) == before
+    assert divide_cores(threads, drafts=len(drafts)) == CoreShare(target, tuple(drafts))
+    for impossible in (0, len(available) + 1):
+        with pytest.raises(ValueError, match=f"between 1 and the {len(available)} cores"):
+            divide_cores(impossible)
 
 
 @contextlib.contextmanager
@@ -110,12 +86,15 @@ def two_threads():
     torch.set_num_threads(1)
 
 
-def test_a_block_within_another_one_gives_its_threads_back(two_threads):
+def test_blocks_give_threads_and_cores_back_within_another_one_and_after_an_error(two_threads):
+    before = torch.get_num_threads(), os.sched_getaffinity(0)
     first, other = available_cores()[:2]
-    with use_cores((first, other)):
+    with pytest.raises(KeyError), use_cores((first, other)):
         with use_cores((first,)):
             assert torch.get_num_threads() == 1 and available_cores() == (first,)
         assert torch.get_num_threads() == 2 and available_cores() == (first, other)
+        raise KeyError
+    assert (torch.get_num_threads(), os.sched_getaffinity(0)) == before
 
 
 @pytest.fixture
@@ -151,30 +130,8 @@ class OneAfterTheOther(FixedPlan):
 
 
 def call(target, assistant, **options):
-    output = target.generate(
-        **padded_batch(1), assistant_model=assistant, max_new_tokens=60, do_sample=False, return_dict_in_generate=True,
-        **{"ssd_config": hf_ssd.SSDConfig(), **options},
-    )  # fmt: skip
-    return output.ssd_stats
-
-
-def test_the_target_leaves_cores_to_a_draft_only_while_that_works_beside_it(two_threads, target, passes, monkeypatch):
-    """A call in plain mode, or in turn, is not slower than `generate()` because a worker is there."""
-    monkeypatch.setattr(loop, "planner_for", lambda *_: OneAfterTheOther())
-    first, other = available_cores()[:2]
-    everything = 2, len(available_cores())
-    with hf_ssd.launch_draft(tiny_model(), cores=CoreShare((first,), ((other,),))) as assistant:
-        for _ in range(2):
-            passes.clear()
-            stats = call(target, assistant)
-            assert stats.draft_failure is None
-            records = stats.records
-            beside = [record.mode == AHEAD for record in records]
-            prefill, *rounds = passes[-len(records) - 1 :]  # the first call tries the model before
-            assert rounds == [(1, 1) if divided else everything for divided in beside]
-            assert prefill == everything
-            assert {AHEAD, IN_TURN, PLAIN} <= {record.mode for record in records}
-    assert (torch.get_num_threads(), len(available_cores())) == everything
+    options = {"assistant_model": assistant, "max_new_tokens": 60, "ssd_config": hf_ssd.SSDConfig(), **options}
+    return target.generate(**padded_batch(1), **options, return_dict_in_generate=True).ssd_stats
 
 
 class WatchedDraft(LlamaForCausalLM):
@@ -207,22 +164,25 @@ def watched(tmp_path):
     return draft, passes
 
 
-def test_a_draft_has_all_cores_while_the_target_waits_for_it(two_threads, monkeypatch, watched):
-    """The number of passes in turn is known: each of them drafts a token."""
-    (first, other), (draft, passes) = available_cores()[:2], watched
+def test_each_side_leaves_cores_to_the_other_only_while_that_works(two_threads, target, passes, watched, monkeypatch):
+    """A call in plain mode, or in turn, is not slower than `generate()` because a worker is there."""
     monkeypatch.setattr(loop, "planner_for", lambda *_: OneAfterTheOther())
-    target = hf_ssd.enable(tiny_model())
+    (first, other), (draft, of_draft) = available_cores()[:2], watched
+    everything = 2, len(available_cores())
     with hf_ssd.launch_draft(draft, cores=CoreShare((first,), ((other,),))) as assistant:
         for _ in range(2):
-            passes()
-            stats = call(target, assistant)
-            assert stats.draft_failure is None and {AHEAD, IN_TURN, PLAIN} <= {one.mode for one in stats.records}
-            seen = passes()
-            in_turn = sum(record.steps for record in stats.records if record.mode == IN_TURN)
-            assert seen[0] == (1, 1)  # the prefill
+            passes.clear()
+            of_draft()
+            stats, seen = call(target, assistant), of_draft()
+            modes = stats.column("mode")
+            assert stats.draft_failure is None and {AHEAD, IN_TURN, PLAIN} <= {*modes}
+            prefill, *rounds = passes[-len(modes) - 1 :]  # the first call tries the model before
+            assert rounds == [(1, 1) if mode == AHEAD else everything for mode in modes]
+            assert prefill == everything and seen[0] == (1, 1)
+            in_turn = sum(record.steps for record in stats.records if record.mode == IN_TURN)  # a pass for each token
             assert seen.count((2, 2)) in (in_turn, in_turn + 2) and in_turn > 5  # an answer that came too late
             assert {*seen} == {(1, 1), (2, 2)} and seen.count((1, 1)) > 5
-    assert len(available_cores()) > 1
+    assert (torch.get_num_threads(), len(available_cores())) == everything
 
 
 @pytest.mark.parametrize("mode", [IN_TURN, AHEAD])
@@ -233,8 +193,8 @@ def test_who_waits_in_turn_leaves_the_cores_to_the_other_side(two_threads, watch
     config = hf_ssd.SSDConfig(lookahead=2, budget=3, fallback="primary", asynchronous=mode == AHEAD)
     with hf_ssd.launch_draft(draft, cores=CoreShare((first,), ((other,),))) as assistant:
         noted.clear()
-        records = call(hf_ssd.enable(tiny_model()), assistant, ssd_config=config).records
-    assert {record.mode for record in records} == {mode} and len(records) > 10
+        modes = call(hf_ssd.enable(tiny_model()), assistant, ssd_config=config).column("mode")
+    assert {*modes} == {mode} and len(modes) > 10
     assert {*noted} == {0.0 if mode == IN_TURN else transport.AWAKE}
     waits = [float(line) for line in (Path(draft.config.notes + ".waits")).read_text().split()]
     assert {*waits[-5:-1]} == {*noted}  # the last wait is that for another call
@@ -252,33 +212,15 @@ def note_waits(set_attribute) -> list[float]:
     return noted
 
 
-def call_that_loses_its_draft(target, assistant, config):
-    """Returns the statistics of a call whose worker is killed after some tokens."""
-
-    def end_the_draft(input_ids, scores):
-        if input_ids.shape[1] > 20:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(assistant.workers[0].worker_info["pid"], signal.SIGKILL)
-        return torch.zeros(len(input_ids), dtype=torch.bool)
-
-    return target.generate(
-        **padded_batch(1), assistant_model=assistant, ssd_config=config, max_new_tokens=40,
-        stopping_criteria=[end_the_draft], do_sample=False, return_dict_in_generate=True,
-    ).ssd_stats  # fmt: skip
-
-
-def test_a_draft_that_is_killed_in_turn_leaves_its_cores_to_the_target(two_threads, target, passes, watched):
-    first, other = available_cores()[:2]
+@pytest.mark.parametrize("mode", [IN_TURN, AHEAD])
+def test_a_draft_that_is_killed_leaves_its_cores_to_the_target(two_threads, target, passes, watched, mode):
+    (first, other), everything = available_cores()[:2], (2, len(available_cores()))
+    config = hf_ssd.SSDConfig(lookahead=1 + (mode == IN_TURN), budget=4, asynchronous=mode == AHEAD)
     with hf_ssd.launch_draft(watched[0], cores=CoreShare((first,), ((other,),))) as assistant:
-        stats = call_that_loses_its_draft(target, assistant, hf_ssd.SSDConfig(lookahead=2, asynchronous=False))
-    assert stats.draft_failure is not None and stats.records[0].mode == IN_TURN
-    assert {*watched[1]()} == {(1, 1), (2, 2)}
-    assert {*passes[-len(stats.records) :]} == {(2, len(available_cores()))}
-
-
-def test_a_target_whose_draft_has_ended_gets_its_cores_back(two_threads, target, passes):
-    first, other = available_cores()[:2]
-    with hf_ssd.launch_draft(tiny_model(), cores=CoreShare((first,), ((other,),))) as assistant:
-        stats = call_that_loses_its_draft(target, assistant, hf_ssd.SSDConfig(lookahead=1, budget=4))
-    assert stats.draft_failure is not None and stats.records[0].mode == AHEAD
-    assert passes[-len(stats.records)] == (1, 1) and passes[-1] == (2, len(available_cores()))
+        kill = LogitsProcessorList([AtLength(21, assistant.workers[0].process.popen.kill)])
+        stats = call(target, assistant, max_new_tokens=40, ssd_config=config, logits_processor=kill)
+    assert stats.draft_failure is not None and stats.records[0].mode == mode
+    seen = passes[-len(stats.records) :]
+    assert seen[0] == ((1, 1) if mode == AHEAD else everything) and seen[-1] == everything
+    if mode == IN_TURN:
+        assert {*watched[1]()} == {(1, 1), (2, 2)} and {*seen} == {everything}

@@ -1,8 +1,6 @@
 """Starting and ending worker processes."""
 
-import dataclasses
 import gc
-import itertools
 import json
 import subprocess
 import sys
@@ -12,7 +10,6 @@ import time
 import weakref
 from types import SimpleNamespace
 
-import psutil
 import pytest
 import torch
 from transformers import QuantoConfig
@@ -34,68 +31,20 @@ CONFIG = hf_ssd.SSDConfig(lookahead=3, budget=8, fan_out="uniform")
 
 @pytest.mark.slow
 def test_a_draft_passed_as_an_object_gets_one_worker_that_ends_with_it(target, fresh_python):
-    draft, inputs, before = tiny_draft(), padded_batch(1), children()
-    options = {"max_new_tokens": 5, "do_sample": False, "assistant_model": draft, "ssd_config": CONFIG}
-    first = target.generate(**inputs, **options, return_dict_in_generate=True)
+    draft, before = tiny_draft(), children()
+    options = {**padded_batch(1), "max_new_tokens": 5, "return_dict_in_generate": True, "ssd_config": CONFIG}
+    first = target.generate(**options, assistant_model=draft)
     assert {record.mode for record in first.ssd_stats.records} == {IN_TURN}  # while the worker is starting
     assert first.ssd_stats.acceptance_rate > 0
     (pid,) = children() - before
     assert ready(assistant_for(draft)).workers[0].process.popen.pid == pid
-    output = target.generate(**inputs, **options, return_dict_in_generate=True)
+    output = target.generate(**options, assistant_model=draft)
     assert torch.equal(output.sequences, first.sequences) and output.ssd_stats.hit_rate > 0
     assert children() - before == {pid}
     gone = weakref.ref(draft)
-    del draft, options
+    del draft
     gc.collect()
     assert gone() is None and ends_within(pid, 5)
-
-
-def test_a_draft_whose_embeddings_are_resized_gets_a_new_worker():
-    target, draft, inputs = hf_ssd.enable(tiny_model()), tiny_draft(), padded_batch(1)
-    options = {"max_new_tokens": 12, "assistant_model": draft, "ssd_config": CONFIG, "return_dict_in_generate": True}
-    pid = ready(assistant_for(draft)).workers[0].process.popen.pid
-    for model in (target, draft):
-        model.resize_token_embeddings(103, mean_resizing=False)
-    (worker,) = ready(assistant_for(draft)).workers
-    output = target.generate(**inputs, **options)
-    assert torch.equal(output.sequences, target.generate(**inputs, max_new_tokens=12))
-    assert output.ssd_stats.draft_failure is None and output.ssd_stats.hit_rate > 0
-    assert ends_within(pid, 5) and worker.process.is_running
-
-
-def test_given_a_folder_only_the_worker_loads_the_draft(tmp_path, target):
-    tiny_draft().save_pretrained(tmp_path)
-    inputs = padded_batch(2)
-    with hf_ssd.launch_draft(str(tmp_path), device="cpu", num_threads=1) as assistant:
-        pid = assistant.workers[0].process.popen.pid
-        assert assistant.info.vocab_size == 97 and assistant.device == "cpu"
-        output = target.generate(
-            **inputs, max_new_tokens=20, assistant_model=assistant, ssd_config=CONFIG, return_dict_in_generate=True
-        )
-        assert torch.equal(output.sequences, target.generate(**inputs, max_new_tokens=20))
-        assert output.ssd_stats.hit_rate > 0
-    assert ends_within(pid, 5)
-    with pytest.raises(ValueError, match="was closed"):
-        target.generate(**inputs, max_new_tokens=5, assistant_model=assistant, ssd_config=CONFIG)
-
-
-def test_a_folder_as_assistant_model_gets_one_worker_that_ends_with_the_program(tmp_path, target):
-    tiny_draft().save_pretrained(tmp_path)
-    inputs = padded_batch(1)
-    plain = target.generate(**inputs, max_new_tokens=20, do_sample=False)
-    options = {"max_new_tokens": 20, "do_sample": False, "assistant_model": str(tmp_path), "ssd_config": CONFIG}
-    assert torch.equal(target.generate(**inputs, **options), plain)  # while the worker is starting
-    assistant = ready(assistant_for(str(tmp_path)))
-    pid = assistant.workers[0].process.popen.pid
-    assert assistant_for(tmp_path) is assistant and assistant.finalizer.atexit
-    in_turn = dataclasses.replace(CONFIG, asynchronous=False)
-    for folder, config in itertools.product((str(tmp_path), tmp_path), (CONFIG, in_turn)):
-        changed = {**options, "assistant_model": folder, "ssd_config": config}
-        output = target.generate(**inputs, **changed, return_dict_in_generate=True)
-        assert torch.equal(output.sequences, plain) and output.ssd_stats.acceptance_rate > 0
-    assert assistant.workers[0].process.popen.pid == pid
-    assistant.close()
-    assert ends_within(pid, 5)
 
 
 def test_a_folder_as_assistant_model_is_checked_before_it_is_loaded(tmp_path, target):
@@ -192,7 +141,7 @@ def test_bad_arguments(monkeypatch):
 
 PROGRAM = textwrap.dedent(
     """
-    import hf_ssd, torch
+    import os, hf_ssd, torch
     from transformers import AutoModelForCausalLM
     torch.set_num_threads(1)
     target = hf_ssd.enable(AutoModelForCausalLM.from_pretrained({folder!r}))
@@ -218,28 +167,17 @@ def folder(tmp_path_factory):
     return str(path)
 
 
-@pytest.mark.parametrize(
-    "how, end",
-    [
-        pytest.param("script without a guard", "", marks=pytest.mark.slow),
-        pytest.param("interactive", "raise SystemExit(3)", marks=pytest.mark.slow),
-        pytest.param("python -c", "import os; os.kill(os.getpid(), 9)", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("how, end", [("script without a guard", ""), ("interactive", "os.kill(os.getpid(), 9)")])
 def test_every_way_to_run_python_and_the_worker_ends_with_it(how, end, folder, tmp_path, fresh_python):
     program = PROGRAM.format(folder=folder, last=end)
-    if how == "script without a guard":
-        (tmp_path / "program.py").write_text(program)
-        command, typed = [sys.executable, str(tmp_path / "program.py")], None
-    elif how == "python -c":
-        command, typed = [sys.executable, "-c", program], None
-    else:  # as in a notebook, `__main__` has no file
-        command, typed = [sys.executable, "-i"], program
-    run = subprocess.run(command, input=typed, capture_output=True, text=True, timeout=120)
+    (tmp_path / "program.py").write_text(program)
+    # As in a notebook, `__main__` of an interactive program has no file.
+    command, typed = ([str(tmp_path / "program.py")], None) if how == "script without a guard" else (["-i"], program)
+    run = subprocess.run([sys.executable, *command], input=typed, capture_output=True, text=True, timeout=120)
     assert (run.returncode == 0) == (end == ""), run.stderr
     pid, hit_rate = run.stdout.split()
-    assert hit_rate == "1.0"
-    assert ends_within(int(pid), 5)
+    assert hit_rate == "1.0" and ends_within(int(pid), 5)
 
 
 def test_a_slow_start_shows_that_it_goes_on(monkeypatch, capsys):
@@ -257,36 +195,12 @@ def test_a_slow_start_shows_that_it_goes_on(monkeypatch, capsys):
     assert not capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_a_compiled_draft_proposes_the_same_tokens(fresh_python):
-    target, draft = hf_ssd.enable(tiny_model(num_hidden_layers=1)), tiny_draft(num_hidden_layers=1)
-    inputs, options = padded_batch(2), {"max_new_tokens": 30, "do_sample": False}
-    draft.compile(dynamic=True)
-    with hf_ssd.launch_draft(draft, num_threads=1) as assistant:  # whose worker does the same
-        (worker,) = assistant.workers
-        assert worker.worker_info["is_compiled"]
-        output = target.generate(
-            **inputs, **options, assistant_model=assistant, ssd_config=CONFIG, return_dict_in_generate=True
-        )
-        assert torch.equal(output.sequences, target.generate(**inputs, **options))
-        assert output.ssd_stats.draft_failure is None and output.ssd_stats.hit_rate > 0
-        pid = worker.process.popen.pid
-        helpers = {p.pid for p in psutil.Process(pid).children(recursive=True)}
-    assert ends_within(pid, 5) and all(ends_within(helper, 5) for helper in helpers)
-
-
 def test_whether_the_worker_compiles_is_as_with_the_model_unless_said(tmp_path):
-    compiled = tiny_draft(num_hidden_layers=1)
+    draft, compiled = tiny_draft(num_hidden_layers=1), tiny_draft(num_hidden_layers=1)
     compiled.compile()
-    for model, said, expected in [
-        (tiny_draft(num_hidden_layers=1), None, False),
-        (tiny_draft(num_hidden_layers=1), True, True),
-        (compiled, None, True),
-        (compiled, False, False),
-        (tmp_path, None, False),
-        (tmp_path, True, True),
-    ]:
-        assert worker_settings(model, None, said, {})["compile"] is expected
+    for model, unless_said in [(draft, False), (compiled, True), (tmp_path, False)]:
+        for said, expected in [(None, unless_said), (True, True), (False, False)]:
+            assert worker_settings(model, None, said, {})["compile"] is expected
 
 
 @pytest.mark.slow

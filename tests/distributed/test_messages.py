@@ -1,3 +1,5 @@
+"""What is written to the wire is read as it was; what cannot be is refused. Damage of any kind is in tests/fuzz."""
+
 import itertools
 
 import numpy as np
@@ -12,7 +14,7 @@ from hf_ssd.distributed import wire
 from hf_ssd.distributed.sessions import KEPT, SessionRequest
 from hf_ssd.distributed.wire import FRAME_LENGTH, HEADER, Kind, Message, ProtocolError
 from hf_ssd.drafting.vocabulary import Translation
-from hf_ssd.rounds import AHEAD, FINISHED, NGRAM, Outcome, Plan, RoundRecord, Speculation
+from hf_ssd.rounds import AHEAD, NGRAM, Outcome, Plan, RoundRecord, Speculation
 
 from ..helpers.loopback import through_the_wire
 
@@ -23,29 +25,19 @@ values = st.recursive(leaves, lambda inner: st.lists(inner) | st.dictionaries(st
 
 @given(st.sampled_from(list(Kind)), st.integers(0, 2**40), st.integers(0, 2**40), values | st.just([7] * 1000))
 def test_values_round_trip(kind, session, round_, payload):
-    assert through_the_wire(Message(kind, session, round_, payload)) == Message(kind, session, round_, payload)
+    message = Message(kind, session, round_, payload)
+    assert through_the_wire(message) == message
 
 
-@pytest.mark.parametrize("size", [0, 3, ROOM])
-@pytest.mark.parametrize("announced", [torch.rand(7), torch.arange(3, dtype=torch.int32)])
-def test_an_announced_message_is_of_the_same_session_and_round(size, announced):
-    follows = Message(Kind.ERROR, payload=announced.to("meta"))
-    received = through_the_wire(Message(Kind.SPECULATION, 3, 5, [0] * size, announces=follows))
-    assert received.payload == [0] * size
-    follows = received.announces
-    assert (follows.kind, follows.session, follows.round, follows.announces) == (Kind.ERROR, 3, 5, None)
-    assert (follows.payload.shape, follows.payload.dtype) == (announced.shape, announced.dtype)
+def test_small_messages_travel_in_one_frame():
+    assert len(wire.pack(Message(Kind.OUTCOME, payload="0" * (ROOM - 2)))) == 1
+    assert len(wire.pack(Message(Kind.OUTCOME, payload="0" * (ROOM - 1)))) == 2
 
 
 def test_what_users_pass_of_numpy_and_torch_travels():
     payload = {"eos_token_id": torch.tensor([3, 5]), "top_k": np.int64(7), "bias": [np.array([[2]])]}
     received = through_the_wire(Message(Kind.START, payload=payload))
     assert received.payload == {"eos_token_id": [3, 5], "top_k": 7, "bias": [[[2]]]}
-
-
-def test_small_messages_travel_in_one_frame():
-    assert len(wire.pack(Message(Kind.OUTCOME, payload="0" * (ROOM - 2)))) == 1
-    assert len(wire.pack(Message(Kind.OUTCOME, payload="0" * (ROOM - 1)))) == 2
 
 
 @pytest.mark.parametrize(
@@ -70,26 +62,12 @@ def test_foreign_frames_are_named(place, value, words):
         wire.unpack(frame)
 
 
-@pytest.mark.parametrize("kind, session, round_", [(Kind.END, 3, 4), (Kind.OUTCOME, 2, 4), (Kind.OUTCOME, 3, 5)])
-def test_stale_messages_are_named(kind, session, round_):
-    message = Message(Kind.OUTCOME, 3, 4, [0] * 6)
-    wire.expect(message, Kind.OUTCOME, 3, 4)
-    with pytest.raises(ProtocolError, match="received OUTCOME of session 3, round 4"):
-        wire.expect(message, kind, session, round_)
-
-
 def test_outcomes_round_trip():
     plan = Plan(AHEAD, 5, 2, 12, NGRAM)
     for tokens, proposed in itertools.product(([[5], []], [[7, 8, 9], [4] * 200]), (None, [[4, 4], []])):
         outcome = Outcome(tokens, proposed)
         message = through_the_wire(Message(Kind.OUTCOME, payload=wire.write_outcome(outcome, plan)))
         assert wire.read_outcome(message.payload, 2) == (outcome, plan)
-
-
-def test_an_outcome_has_the_accepted_tokens_and_the_bonus_token_of_each_row_that_goes_on():
-    outcome = Outcome.of([[8, 9], [8, 9], [8, 9]], [2, 0, FINISHED], [5, 6, 7])
-    assert outcome.tokens == [[8, 9, 5], [6], []]
-    assert outcome.accepted == [2, 0, FINISHED]
 
 
 def test_speculations_round_trip_with_the_drafts_part_of_the_record():
@@ -159,15 +137,12 @@ def test_a_call_travels_with_its_prompts_and_a_translation_that_a_later_call_may
     again = SessionRequest.from_dict({**values, "translation": KEPT}, read.translation, draft_size=7)
     assert again.translation is read.translation
     assert SessionRequest.from_dict(request().to_dict(), read.translation, 7).translation is None
+    for prompts in (None, [], [[1], []], [5], [["a"]], [[-1]], [[1], [8]]):
+        with pytest.raises(ProtocolError):
+            SessionRequest.from_dict({**values, "prompts": prompts}, None, 7)
     for changes, kept, size in (({"translation": KEPT}, None, 7), ({}, None, 6), ({"translation": [1, 0]}, None, 7)):
         with pytest.raises(ProtocolError, match="translat|cannot be read"):
             SessionRequest.from_dict({**values, **changes}, kept, size)
-
-
-@pytest.mark.parametrize("prompts", [None, [], [[]], [[1], []], [5], [[[1]]], [["a"]], [[-1]], [[1], [8]]], ids=str)
-def test_prompts_that_cannot_be_are_refused(prompts):
-    with pytest.raises(ProtocolError):
-        SessionRequest.from_dict({**request().to_dict(), "prompts": prompts}, None, 97)
 
 
 def packed(probabilities):
@@ -182,8 +157,12 @@ def test_probabilities_travel_exactly(support):
     payload = packed(probabilities)
     assert torch.equal(wire.read_probabilities(payload, probabilities.shape), probabilities)
     assert len(payload) == (probabilities.numel() if support == 40 else 2 * 6 * support)
-    with pytest.raises(ProtocolError):
+    with pytest.raises(ProtocolError, match="are not probabilities"):
         wire.read_probabilities(payload[:-1], probabilities.shape)
+    if support < 40:
+        payload[-1] = 40
+        with pytest.raises(ProtocolError, match="not in the vocabulary of 40"):
+            wire.read_probabilities(payload, probabilities.shape)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), -0.5])
@@ -197,11 +176,3 @@ def test_what_is_no_probability_arrives_as_it_is_or_as_nothing(value):
     arrived = wire.read_probabilities(packed(probabilities), (1, 2, 40))
     same = (arrived == probabilities) | (arrived.isnan() & probabilities.isnan())
     assert torch.all(same | (arrived == 0) & ~(probabilities > 0))
-
-
-@pytest.mark.parametrize("token", [-1, 40, 2**31 - 1])
-def test_tokens_that_are_not_in_the_vocabulary_are_refused(token):
-    payload = packed(torch.eye(40)[None, :6])
-    payload[-1] = token
-    with pytest.raises(ProtocolError, match="not in the vocabulary of 40"):
-        wire.read_probabilities(payload, (1, 6, 40))

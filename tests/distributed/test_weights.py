@@ -18,19 +18,20 @@ from hf_ssd.distributed.launch import assistant_for
 from hf_ssd.distributed.weights import SharedWeights, copy_shared_weights, model_from_shared_weights
 from hf_ssd.rounds import AHEAD, IN_TURN
 
+from ..helpers import calls
 from ..helpers.processes import children
 from ..helpers.tiny import FAMILIES, VOCAB, ready, tiny_draft, tiny_model
 
-CONFIG = hf_ssd.SSDConfig(lookahead=3, budget=8, fan_out="uniform")
+FIXED = {"fan_out": "uniform"}
+CONFIG = hf_ssd.SSDConfig(lookahead=3, budget=8, **FIXED)
 
 
-def call(target, draft, length=8, new_tokens=12, config=CONFIG):
+def call(target, draft, length=8, new_tokens=12, settings=FIXED):
     """Returns the stats of a call whose tokens are plain generation's."""
-    ids, options = torch.arange(length)[None] % 90 + 3, {"do_sample": False, "max_new_tokens": new_tokens}
-    output = target.generate(ids, **options, assistant_model=draft, ssd_config=config, return_dict_in_generate=True)
-    assert torch.equal(output.sequences, target.generate(ids, **options))
-    assert output.ssd_stats.draft_failure is None
-    return output.ssd_stats
+    inputs = {"input_ids": torch.arange(length)[None] % 90 + 3}
+    stats = calls.call(target, draft, inputs=inputs, settings=settings, max_new_tokens=new_tokens).ssd_stats
+    assert stats.draft_failure is None
+    return stats
 
 
 def modes(stats):
@@ -47,52 +48,26 @@ def logged(caplog):
 # ---------------------------------------------------------------- the copy that processes share
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_model_is_rebuilt_over_the_same_memory(family, tied):
-    model = tiny_model(family, tie_word_embeddings=tied)
+@pytest.mark.parametrize("family, tied", [("llama", False), ("llama", True), ("gemma", False)])
+def test_a_model_is_rebuilt_over_the_same_memory_which_has_no_name(family, tied):
+    model, kind, names = tiny_model(family, tie_word_embeddings=tied), FAMILIES[family][0], set(os.listdir("/dev/shm"))
+    model.register_buffer("empty", torch.empty(0))  # not to be taken for the next one
     tokens = torch.randint(2, VOCAB, (1, 8))
     with torch.inference_mode():
         expected = model(tokens).logits
-    weights = SharedWeights(model)
-    assert weights.fill() == 0 == weights.fill()
+    weights = SharedWeights(hf_ssd.enable(model))
+    assert weights.fill() == 0 == weights.fill() and set(os.listdir("/dev/shm")) == names
     other = model_from_shared_weights(json.loads(json.dumps(weights.description)))
     with torch.inference_mode():
         assert torch.equal(model(tokens).logits, expected)
         assert torch.equal(other(tokens).logits, expected)
-    assert type(other) is type(model)
+    assert type(other) is kind and not other.empty.numel()
     assert (other.lm_head.weight is other.get_input_embeddings().weight) == tied
     with torch.no_grad():
         next(model.parameters()).mul_(2)
     assert weights.fill() == 1
     for ours, theirs in zip(model.parameters(), other.parameters()):
         assert torch.equal(ours, theirs)
-    weights.close()
-
-
-def test_a_buffer_without_elements_is_not_taken_for_the_next_one():
-    model = tiny_model()
-    model.register_buffer("empty", torch.empty(0))
-    weights = SharedWeights(model)
-    weights.fill()
-    other = model_from_shared_weights(weights.description)
-    assert not other.empty.numel()
-    assert torch.equal(other.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
-    weights.close()
-
-
-def test_an_enabled_model_is_rebuilt_as_its_own_class():
-    model = hf_ssd.enable(tiny_model())
-    weights = SharedWeights(model)
-    assert weights.description["model_class"] == "transformers.models.llama.modeling_llama:LlamaForCausalLM"
-    weights.close()
-
-
-def test_the_memory_has_no_name():
-    before = set(os.listdir("/dev/shm"))
-    weights = SharedWeights(tiny_model())
-    weights.fill()
-    assert set(os.listdir("/dev/shm")) == before
     weights.close()
 
 
@@ -108,20 +83,27 @@ def test_a_class_that_cannot_be_imported_is_refused():
 
 def test_the_first_call_does_not_copy_the_weights_of_its_draft(target, monkeypatch):
     """The thread that starts the worker does. A later call copies them only where they have changed."""
-    threads, fill = [], SharedWeights.fill
-    copied = lambda self, before: self.version > before and threads.append(threading.current_thread())  # noqa: E731
-    monkeypatch.setattr(
-        SharedWeights, "fill", lambda self: (before := self.version, fill(self), copied(self, before))[1]
-    )
-    draft = tiny_draft()
-    inputs = {"input_ids": torch.tensor([[3, 5, 7]]), "max_new_tokens": 4, "assistant_model": draft}
+    threads, fill, draft = [], SharedWeights.fill, tiny_draft()
+
+    def noted(self):
+        before, version = self.version, fill(self)
+        threads.extend([threading.current_thread()] * (version > before))
+        return version
+
+    monkeypatch.setattr(SharedWeights, "fill", noted)
+    inputs = {
+        "input_ids": torch.tensor([[3, 5, 7]]),
+        "max_new_tokens": 4,
+        "assistant_model": draft,
+        "ssd_config": CONFIG,
+    }
     for _ in range(2):
-        target.generate(**inputs, ssd_config=hf_ssd.SSDConfig(lookahead=2, budget=2))
+        target.generate(**inputs)
         ready(assistant_for(draft))
     assert len(threads) == 1 and threads[0] is not threading.main_thread()
     with torch.no_grad():
         draft.lm_head.weight.mul_(2)
-    target.generate(**inputs, ssd_config=hf_ssd.SSDConfig(lookahead=2, budget=2))
+    target.generate(**inputs)
     assert threads[1:] == [threading.main_thread()]
 
 
@@ -138,31 +120,18 @@ def assert_untouched(model, before):
         assert tensor.dtype == dtype and tensor.data_ptr() == address and torch.equal(tensor, values), name
 
 
-@torch.no_grad()
-def fill(draft):
-    draft.model.layers[1].mlp.up_proj.weight.fill_(0.5)
+CHANGES = {
+    "fill": lambda draft: draft.model.layers[1].mlp.up_proj.weight.detach().fill_(0.5),
+    "halve": lambda draft: draft.to(torch.bfloat16),  # so that there is a new worker
+}
 
 
-def load_a_state(draft):
-    draft.load_state_dict(tiny_model(seed=5).state_dict())
-
-
-def take_a_step(draft):
-    optimizer = torch.optim.SGD(draft.parameters(), lr=0.1)
-    draft(torch.tensor([[3, 5, 7]]), labels=torch.tensor([[3, 5, 7]])).loss.backward()
-    optimizer.step()
-
-
-def halve(draft):
-    draft.to(torch.bfloat16)
-
-
-@pytest.mark.parametrize("change", [fill, load_a_state, take_a_step, halve])
+@pytest.mark.parametrize("change", CHANGES)
 def test_weights_that_change_after_the_worker_copied_them_stay_changed(target, change):
     draft = tiny_draft()
     call(target, draft, new_tokens=2)  # which starts the worker
     assistant_for(draft).workers[0].thread.join(60)
-    change(draft)
+    CHANGES[change](draft)
     before = snapshot(draft)
     ready(assistant_for(draft))
     assert modes(call(target, draft)) == {AHEAD}
@@ -193,10 +162,6 @@ def test_a_draft_that_is_given_up_after_its_worker_was_started_leaves_memory():
 # ---------------------------------------------------------------- a running worker has the weights as they are
 
 
-def copy(draft, state):
-    draft.load_state_dict(state)
-
-
 def assign(draft, state):
     draft.load_state_dict(state, assign=True)
 
@@ -211,7 +176,7 @@ def write_through_data(draft, state):
         parameter.data.copy_(state[name])
 
 
-@pytest.mark.parametrize("change", [copy, assign, set_data, write_through_data])
+@pytest.mark.parametrize("change", [assign, set_data, write_through_data])
 def test_a_running_worker_drafts_with_new_weights(target, change):
     draft = tiny_model(seed=5)
     with hf_ssd.launch_draft(draft, num_threads=1) as assistant:
@@ -243,18 +208,14 @@ def test_weights_that_were_made_in_inference_mode(target):
     assert modes(stats) == {AHEAD} and stats.acceptance_rate == 1
 
 
-@pytest.mark.parametrize("is_launched", [True, False])
-def test_a_draft_of_another_dtype_gets_a_new_worker(target, is_launched):
+def test_a_draft_of_another_dtype_gets_a_new_worker(target):
     draft = tiny_draft()
-    given = hf_ssd.launch_draft(draft, num_threads=1) if is_launched else draft
-    assistant = given if is_launched else ready(assistant_for(draft))
-    old, hits = assistant.workers[0].process, call(target, given).hit_rate
-    draft.to(torch.bfloat16)
-    assistant = ready(given if is_launched else assistant_for(draft))
-    stats = call(target, given)
-    assert hits > 0 and modes(stats) == {AHEAD} and stats.hit_rate > 0
-    assert not old.is_running and assistant.workers[0].process.is_running
-    assistant.close()
+    with hf_ssd.launch_draft(draft, num_threads=1) as assistant:
+        old, hits = assistant.workers[0].process, call(target, assistant).hit_rate
+        draft.to(torch.bfloat16)
+        stats = call(target, ready(assistant))
+        assert hits > 0 and modes(stats) == {AHEAD} and stats.hit_rate > 0
+        assert not old.is_running and assistant.workers[0].process.is_running
 
 
 def test_a_model_on_an_accelerator_takes_new_weights(monkeypatch):
@@ -281,85 +242,54 @@ def test_a_model_on_an_accelerator_takes_new_weights(monkeypatch):
 # ---------------------------------------------------------------- drafts that a worker cannot rebuild
 
 
-def quantize_dynamically(draft, folder):
-    return torch.ao.quantization.quantize_dynamic(draft, {torch.nn.Linear}, dtype=torch.qint8)
+class Packed(torch.Tensor):
+    pass
 
 
 def cut_a_layer(draft, folder):
     draft.model.layers = draft.model.layers[:2]
-    return draft
 
 
 def replace_a_module(draft, folder):
     draft.model.layers[0].input_layernorm = torch.nn.Identity()
-    return draft
-
-
-class Wrapped(torch.nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, inputs):
-        return 1.1 * self.inner(inputs)
-
-
-def wrap_a_layer(draft, folder):
-    draft.model.layers[0].mlp = Wrapped(draft.model.layers[0].mlp)
-    return draft
-
-
-class Packed(torch.Tensor):
-    pass
 
 
 def pack_a_weight(draft, folder):
     layer = draft.model.layers[0].mlp.up_proj
     layer.weight = torch.nn.Parameter(layer.weight.detach().as_subclass(Packed), requires_grad=False)
-    return draft
 
 
 def add_a_hook(draft, folder):
     draft.model.layers[1].register_forward_hook(lambda module, inputs, output: output * 1.1)
-    return draft
 
 
 def replace_a_forward(draft, folder):
     mlp = draft.model.layers[0].mlp
     forward = mlp.forward
     mlp.forward = lambda inputs: forward(inputs) * 1.1
-    return draft
 
 
-def offload_to_disk(draft, folder):
-    disk_offload(draft, folder, execution_device=torch.device("cpu"))
-    return draft
-
-
-def add_an_adapter(draft, folder):
-    adapter = type("Linear", (torch.nn.Linear,), {"__module__": "peft.tuners.lora.layer"})
-    draft.model.layers[0].mlp.up_proj.__class__ = adapter
-    return draft
-
-
-CHANGED = {
-    quantize_dynamically: "`model.layers.0.self_attn.q_proj` is torch.ao.nn.quantized.dynamic.modules.linear.Linear "
-    "and would be torch.nn.modules.linear.Linear",
+CHANGED = {  # adapters are refused in tests/conformance/test_errors.py
+    lambda draft, _: torch.ao.quantization.quantize_dynamic(draft, {torch.nn.Linear}, dtype=torch.qint8): (
+        "`model.layers.0.self_attn.q_proj` is torch.ao.nn.quantized.dynamic.modules.linear.Linear "
+        "and would be torch.nn.modules.linear.Linear"
+    ),
     cut_a_layer: "`model.layers.2` is missing and would be transformers.models.llama.modeling_llama.LlamaDecoderLayer",
     replace_a_module: "is torch.nn.modules.linear.Identity and would be",
-    wrap_a_layer: r"is tests.distributed.test_weights.Wrapped and would be",
     pack_a_weight: "up_proj.weight` is no plain tensor, but a tests.distributed.test_weights.Packed",
     add_a_hook: "`model.layers.1` is .*LlamaDecoderLayer with forward hooks and would be",
     replace_a_forward: "`model.layers.0.mlp` is .*LlamaMLP with a forward of its own and would be",
-    offload_to_disk: "Not all weights of the draft are in memory",
-    add_an_adapter: "The draft has adapters in its layers",
+    lambda draft, folder: disk_offload(draft, folder, execution_device=torch.device("cpu")): (
+        "Not all weights of the draft are in memory"
+    ),
 }
 
 
 @pytest.mark.parametrize("change", CHANGED)
 def test_a_draft_that_a_worker_cannot_rebuild(target, change, tmp_path, logged):
-    draft, before = change(tiny_model(), tmp_path), children()
-    here = call(target, draft, config=hf_ssd.SSDConfig(lookahead=3, asynchronous=False)).acceptance_rate
+    draft, before = tiny_model(), children()
+    draft = change(draft, tmp_path) or draft
+    here = call(target, draft, settings={"asynchronous": False}).acceptance_rate
     with pytest.raises(ValueError, match=CHANGED[change]) as error:
         hf_ssd.launch_draft(draft)
     assert "\n" not in str(error.value)
@@ -376,13 +306,7 @@ def test_a_draft_that_a_worker_can_rebuild_again(target):
     hook = draft.model.register_forward_hook(lambda module, inputs, output: None)
     assert modes(call(target, draft)) == {IN_TURN} and assistant_for(draft) is None
     hook.remove()
-    ready(assistant_for(draft))
-    assert modes(call(target, draft)) == {AHEAD}
-
-
-def test_hooks_with_which_transformers_captures_outputs_are_no_hindrance(target):
-    draft = tiny_draft()
-    draft(torch.tensor([[3, 5]]), output_hidden_states=True)
+    draft(torch.tensor([[3, 5]]), output_hidden_states=True)  # transformers' own hooks are no hindrance
     ready(assistant_for(draft))
     draft(torch.tensor([[3, 5]]), output_attentions=True)
     assert modes(call(target, draft)) == {AHEAD}

@@ -6,15 +6,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import GenerationConfig
 
 import hf_ssd
 from hf_ssd.distributed import wire
 from hf_ssd.distributed.sessions import SessionRequest, WorkerSession
-from hf_ssd.distributed.transport import Channel
+from hf_ssd.distributed.transport import DRAFT, broadcast
 from hf_ssd.distributed.wire import Kind, Message
 from hf_ssd.rounds import AHEAD, NOTHING, PREPARED, Outcome, Plan, RoundRecord, Speculation
+
+from ..helpers.channels import channel_ends
 
 NUMBER, ROWS = 5, 2
 
@@ -28,12 +29,7 @@ class Line:
     """A session whose other end is played by the test."""
 
     def __init__(self):
-        store, made = dist.HashStore(), {}
-        other = threading.Thread(target=lambda: made.update(draft=Channel(store, is_target=False)))
-        other.start()
-        target = Channel(store, is_target=True)
-        other.join()
-        self.draft, self.killed = made["draft"], False
+        (target, self.draft), self.killed = channel_ends(), False
         worker = SimpleNamespace(channel=target, worker_info={"vocab_size": 9}, is_alive=True, stderr_tail=lambda: "")
         worker.kill = lambda: setattr(self, "killed", True)
         request = SessionRequest(hf_ssd.SSDConfig(timeout=2.0), GenerationConfig(), [torch.tensor([1])] * ROWS, 0, 9)
@@ -48,13 +44,7 @@ class Line:
         if change is not None:
             frames[0][: wire.HEADER.size].view(torch.int64)[change[0]] = change[1]
         for frame in frames:
-            self.draft.outgoing.broadcast([frame], _root(1)).wait()
-
-
-def _root(rank):
-    options = dist.BroadcastOptions()
-    options.rootRank, options.rootTensor = rank, 0
-    return options
+            broadcast(self.draft.outgoing, frame, DRAFT).wait()
 
 
 @pytest.fixture
@@ -76,7 +66,6 @@ def heard(line, *sayings):
     "late",
     [
         {"round_": 1},
-        {"round_": 0},
         {"session": NUMBER - 1, "round_": 7},
         {"session": NUMBER - 1, "kind": Kind.ERROR},
         {"kind": Kind.PROBABILITIES, "round_": 1, "payload": [1.0] * 300},
@@ -95,14 +84,10 @@ def test_late_answers_are_dropped(line, late):
         ({"round_": 3}, "expected SPECULATION of session 5, round 2"),
         ({"kind": Kind.PROBABILITIES, "payload": [1.0] * 300}, "received PROBABILITIES of session 5"),
         ({"change": (0, 1234)}, "does not come from hf_ssd"),
-        ({"change": (1, wire.VERSION + 1)}, f"this side speaks version {wire.VERSION}"),
-        ({"change": (2, 99)}, "99 cannot be the kind"),
-        ({"change": (5, 2**27)}, f"announces more than {2**26} elements"),
         ({"payload": list(range(4))}, "a speculation has not the 11 numbers"),
         ({"payload": [3, 4]}, r"\[3, 4\] cannot be a speculation"),
         ({"payload": speculation([[1, 2]])}, r"\[-1\] cannot be the ranks of a speculation"),
         ({"payload": speculation([[1, 2], [3, 4]], passes=-1)}, "-1 cannot be the passes of a speculation"),
-        ({"payload": speculation([[1, 2], [3, 4]], lookahead=65)}, "65 cannot be the lookahead of a speculation"),
         ({"payload": speculation([[1, 2], [3, 9]])}, r"\[3, 9\] are not numbers from 0 to 8"),
         ({"payload": speculation([[1, 2], [-3, 8]])}, r"\[-3, 8\] are not numbers from 0 to 8"),
     ],

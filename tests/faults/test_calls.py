@@ -9,32 +9,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LogitsProcessorList
 
 import hf_ssd
 from hf_ssd.cache.trial import check_supported
 from hf_ssd.distributed.assistant import DraftAssistant
-from hf_ssd.distributed.worker_process import WorkerProcess
 from hf_ssd.drafting.draft_info import DraftInfo
 from hf_ssd.drafting.sampling import DraftSampler
 from hf_ssd.generation.draft import FaultTolerantDraft
 
+from ..helpers import calls
 from ..helpers.at_length import AtLength
+from ..helpers.preparing import preparing
 from ..helpers.thread_worker import ThreadWorker
 from ..helpers.tiny import VOCAB, padded_batch, ready, tiny_draft
 
-CONFIG = {"lookahead": 3, "budget": 8}
-
 
 def call(target, assistant, processor=None, rows=3, new_tokens=40, config=None, **options):
-    return target.generate(
-        **padded_batch(rows),
-        **{"do_sample": False, "max_new_tokens": new_tokens, **options},
-        logits_processor=LogitsProcessorList([processor] if processor else []),
-        assistant_model=assistant,
-        ssd_config=hf_ssd.SSDConfig(**{**CONFIG, **(config or {})}),
-        return_dict_in_generate=True,
-    )
+    return calls.call(target, assistant, rows, processor, settings=config, max_new_tokens=new_tokens, **options)
 
 
 # ---------------------------------------------------------------- a draft that comes late
@@ -65,19 +56,18 @@ class Late(DraftAssistant):
         self.workers[0].thread.join(60)
 
 
-@pytest.mark.parametrize("rows, has_ended", [(1, False), (3, False), (3, True)])
-@pytest.mark.parametrize("penalty", [1.0, 1.3])
+@pytest.mark.parametrize("rows, has_ended, penalty", [(1, False, 1.3), (3, False, 1.0), (3, True, 1.0)])
 def test_a_draft_joins_in_the_middle_of_a_call(target, rows, has_ended, penalty):
-    options = {"do_sample": False, "max_new_tokens": 40, "repetition_penalty": penalty}
-    plain = target.generate(**padded_batch(rows), **options)
+    options = {"repetition_penalty": penalty}
     if has_ended:
+        plain = target.generate(**padded_batch(rows), do_sample=False, max_new_tokens=40)
         options |= {"eos_token_id": int(plain[1, 12]), "pad_token_id": 0}
-        plain = target.generate(**padded_batch(rows), **options)
-        assert (plain[:, 13:16] != 0).any(1).tolist() == [True, False, True]
     with Late(tiny_draft(disagreement=0.0)) as assistant:  # the target itself
         output = call(target, assistant, AtLength(16, assistant.let_in), rows, **options)
+    if has_ended:
+        assert (output.sequences[:, 13:16] != 0).any(1).tolist() == [True, False, True]
     stats = output.ssd_stats
-    assert torch.equal(output.sequences, plain) and stats.draft_failure is None
+    assert stats.draft_failure is None
     joined = stats.draft_joined_at
     assert 7 <= joined <= 9 and not any(stats.column("lookahead")[:joined])
     for of_row in zip(*stats.column("accepted")[joined:]):
@@ -91,30 +81,25 @@ def test_it_would_be_noticed_if_what_was_generated_before_were_not_told(target, 
     """The mutant for the test above."""
     monkeypatch.setattr(FaultTolerantDraft, "_request_now", lambda self, *_: self.request)
     with Late(tiny_draft(disagreement=0.0)) as assistant:
-        output = call(target, assistant, AtLength(16, assistant.let_in))
-    stats = output.ssd_stats
-    assert torch.equal(output.sequences, target.generate(**padded_batch(3), do_sample=False, max_new_tokens=40))
+        stats = call(target, assistant, AtLength(16, assistant.let_in)).ssd_stats
     assert any(0 <= a < k for k, accepted in zip(stats.column("lookahead"), stats.column("accepted")) for a in accepted)
 
 
 @pytest.mark.parametrize("counts_from_the_prompt", [True, False])
 def test_the_drafts_processors_count_from_the_prompt(target, counts_from_the_prompt, monkeypatch):
-    seen = []
-    original = DraftSampler.__init__
+    seen, made, request_now = [], DraftSampler.__init__, FaultTolerantDraft._request_now
 
     def watch(self, model, config, generation_config, prompt_length, *others):
         seen.append(prompt_length)
-        original(self, model, config, generation_config, prompt_length, *others)
+        made(self, model, config, generation_config, prompt_length, *others)
+
+    def forgets(self, *arguments):
+        request = request_now(self, *arguments)
+        request.prompt_length = max(map(len, request.prompts))
+        return request
 
     monkeypatch.setattr(DraftSampler, "__init__", watch)
     if not counts_from_the_prompt:  # the mutant
-        original_request = FaultTolerantDraft._request_now
-
-        def forgets(self, *arguments):
-            request = original_request(self, *arguments)
-            request.prompt_length = max(map(len, request.prompts))
-            return request
-
         monkeypatch.setattr(FaultTolerantDraft, "_request_now", forgets)
     with Late(tiny_draft()) as assistant:
         call(target, assistant, AtLength(16, assistant.let_in))
@@ -123,8 +108,7 @@ def test_the_drafts_processors_count_from_the_prompt(target, counts_from_the_pro
 
 def test_a_sampled_call_that_is_to_be_repeatable_waits_for_its_draft(target, draft):
     def sampled(assistant, **options):
-        torch.manual_seed(7)
-        return call(target, assistant, do_sample=True, top_k=0, **options)
+        return call(target, assistant, seed=7, do_sample=True, top_k=0, **options)
 
     oracle = sampled(draft, config={"asynchronous": False})
     with Late(draft) as assistant:
@@ -148,23 +132,6 @@ def test_a_worker_that_starts_takes_no_time_from_the_call(target, fresh_python):
     tokens = output.sequences.shape[1]
     assert output.ssd_stats.prefill_seconds < 1 and tokens > 30
     assert torch.equal(output.sequences, plain[:, :tokens])
-
-
-def test_a_worker_that_cannot_start_is_told_of_once(target, draft, warnings):
-    def fails():
-        raise OSError("no such device")
-
-    for raises in (False, True):
-        with DraftAssistant([WorkerProcess(fails, 60.0)], wait=False) as assistant:
-            assistant.info = DraftInfo(VOCAB)
-            assistant._wait(60)
-            if raises:
-                with pytest.raises(hf_ssd.DraftError, match="could not be started: no such device"):
-                    call(target, assistant, config={"on_draft_failure": "raise"})
-                continue
-            output = call(target, assistant)
-            assert "could not be started: no such device" in output.ssd_stats.draft_failure
-            assert len(warnings) == 1 and "plain decoding" in warnings[0]
 
 
 # ---------------------------------------------------------------- interrupts
@@ -259,7 +226,6 @@ def test_a_call_waits_for_another_threads_call_no_longer_than_its_timeout(target
         assert time.monotonic() - start < 20
         assert output.ssd_stats.draft_failure == "The draft was busy with another call for 0.5 s."
         assert output.ssd_stats.draft_joined_at is None
-        assert torch.equal(output.sequences, target.generate(**padded_batch(3), do_sample=False, max_new_tokens=40))
         with pytest.raises(hf_ssd.DraftError, match="busy with another call"):
             call(target, assistant, config={"timeout": 0.5, "on_draft_failure": "raise"})
     finally:
@@ -285,18 +251,13 @@ def short_sighted():
     return draft
 
 
-@pytest.mark.parametrize("new_tokens", [40, 5])
-def test_a_draft_in_this_process_that_raises_costs_no_tokens(target, short_sighted, warnings, new_tokens):
-    rows = {"rows": 2} if new_tokens == 40 else {"rows": 1, "input_ids": torch.full((1, 30), 7)}
-    inputs = padded_batch(2) if "input_ids" not in rows else {"input_ids": rows["input_ids"]}
-    options = {"do_sample": False, "max_new_tokens": new_tokens, "return_dict_in_generate": True}
-    config = {**CONFIG, "asynchronous": False}
-    output = target.generate(**inputs, **options, assistant_model=short_sighted, ssd_config=hf_ssd.SSDConfig(**config))
-    assert torch.equal(output.sequences, target.generate(**inputs, **options).sequences)
-    assert "The draft raised IndexError" in output.ssd_stats.draft_failure and len(warnings) == 1
-    config["on_draft_failure"] = "raise"
+@pytest.mark.parametrize("prompt, new_tokens", [(padded_batch(2), 40), ({"input_ids": torch.full((1, 30), 7)}, 5)])
+def test_a_draft_in_this_process_that_raises_costs_no_tokens(target, short_sighted, warnings, prompt, new_tokens):
+    options, config = {"inputs": prompt, "new_tokens": new_tokens}, {"asynchronous": False}
+    stats = call(target, short_sighted, config=config, **options).ssd_stats
+    assert "The draft raised IndexError" in stats.draft_failure and len(warnings) == 1
     with pytest.raises(hf_ssd.DraftError) as raised:
-        target.generate(**inputs, **options, assistant_model=short_sighted, ssd_config=hf_ssd.SSDConfig(**config))
+        call(target, short_sighted, config={**config, "on_draft_failure": "raise"}, **options)
     assert isinstance(raised.value.__cause__, IndexError)
 
 
@@ -305,14 +266,13 @@ def test_what_the_users_fallback_raises_is_the_users(target, draft):
         def propose(self, input_ids, lookahead):
             raise ZeroDivisionError
 
-    from ..helpers.preparing import preparing
-
     with preparing(), pytest.raises(ZeroDivisionError):
         call(target, draft, config={"asynchronous": False, "fallback": Broken()})
 
 
 # ---------------------------------------------------------------- processes that were forked
 
+# Children that call, close or drop the assistant of their parent are in `test_calls_as_a_state_machine.py`.
 PROGRAM = """
 import gc, os, sys, time
 import torch
@@ -336,25 +296,6 @@ def forked(child):
     stats = call(target, assistant).ssd_stats
     assert stats.draft_failure is None and stats.hit_rate > 0, child.__name__
 
-def ends():
-    pass
-
-def drops():
-    global assistant
-    del assistant
-    gc.collect()
-
-def closes():
-    assistant.close()
-
-def generates():
-    try:
-        call(target, assistant)
-    except ValueError as error:
-        assert "call hf_ssd.launch_draft() after forking" in str(error)
-    else:
-        os._exit(1)
-
 def has_a_worker_of_its_own():
     while call(target, draft).ssd_stats.draft_joined_at != 0:
         time.sleep(0.1)
@@ -373,8 +314,7 @@ del start
 forked(gc.collect)
 gc.enable()
 
-for child in (ends, drops, closes, generates, has_a_worker_of_its_own):
-    forked(child)
+forked(has_a_worker_of_its_own)
 
 # In the middle of a call, which both then finish.
 pids = []

@@ -13,52 +13,39 @@ from functools import cache
 
 import psutil
 import pytest
-import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Flaky
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
-from transformers import LogitsProcessorList
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import run_state_machine_as_test as run_machine
 
 import hf_ssd
 from hf_ssd.distributed import launch
 from hf_ssd.distributed.assistant import DraftAssistant
 from hf_ssd.distributed.worker_process import Child
 from hf_ssd.generation import deciding
+from hf_ssd.stats import SSDStats
 
 from ..conformance.test_greedy import accepts_one_too_many
 from ..helpers.at_length import AtLength
-from ..helpers.tiny import padded_batch, ready, tiny_draft, tiny_model
+from ..helpers.calls import call
+from ..helpers.channels import both
+from ..helpers.tiny import ready, tiny_draft, tiny_model
 
 NEW_TOKENS, PROMPT = 24, 9
 ROWS = st.sampled_from([1, 3])
 LENGTHS = st.integers(PROMPT, PROMPT + NEW_TOKENS - 2)  # of the output, when something happens
-CONFIGS = st.sampled_from(
-    [
-        {"lookahead": 3, "budget": 8},
-        {"lookahead": 5, "budget": 6, "fan_out": "uniform"},
-        {"lookahead": 2, "budget": 6, "fallback": "ngram"},
-        {"lookahead": 3, "asynchronous": False},
-        {},
-    ]
+FIXED = {"lookahead": 3, "budget": 8}  # whatever the planner thinks of so small a target
+UNIFORM, LOOKUP = (
+    {"lookahead": 5, "budget": 6, "fan_out": "uniform"},
+    {"lookahead": 2, "budget": 6, "fallback": "ngram"},
 )
+CONFIGS = st.sampled_from([FIXED, UNIFORM, LOOKUP, {"lookahead": 3, "asynchronous": False}, {}])
 
 
 @cache
 def target():
     return hf_ssd.enable(tiny_model())
-
-
-@cache
-def plain(rows):
-    return target().generate(**padded_batch(rows), do_sample=False, max_new_tokens=NEW_TOKENS)
 
 
 class Noted(Child):
@@ -101,19 +88,10 @@ class Calls(RuleBasedStateMachine):
         if self.closed:
             self.launch()
 
-    def call(self, rows, config, processor=None, streamer=None, timeout=20.0):
-        output = target().generate(
-            **padded_batch(rows),
-            do_sample=False,
-            max_new_tokens=NEW_TOKENS,
-            logits_processor=LogitsProcessorList([processor] if processor else []),
-            streamer=streamer,
-            assistant_model=self.assistant,
-            ssd_config=hf_ssd.SSDConfig(**config, timeout=timeout),
-            return_dict_in_generate=True,
-        )
-        assert torch.equal(output.sequences, plain(rows))
-        return output.ssd_stats
+    def call(self, rows, config, processor=None, timeout=20.0, **options):
+        settings = {"lookahead": "auto", "budget": "auto", **config, "timeout": timeout}
+        options = {"max_new_tokens": NEW_TOKENS, "settings": settings, **options}
+        return call(target(), self.assistant, rows, processor, **options).ssd_stats
 
     is_open = precondition(lambda self: not self.closed)
 
@@ -130,13 +108,12 @@ class Calls(RuleBasedStateMachine):
     @rule(rows=ROWS)
     def speculates(self, rows):
         self.steps["speculates"] += 1
-        asks = {"lookahead": 3, "budget": 8}  # whatever the planner thinks of so small a target
         # A call may have to be told of a start that failed, or find that a worker was killed a moment ago; the next one
         # starts another worker.
         for _ in range(3):
             assert not self.assistant.turn  # getting ready would wait for the call whose turn it is
             ready(self.assistant)
-            stats = self.call(rows, asks)
+            stats = self.call(rows, FIXED)
             if stats.draft_joined_at == 0 and stats.draft_failure is None:
                 break
         assert stats.draft_failure is None and stats.draft_joined_at == 0 and stats.hit_rate > 0
@@ -193,28 +170,23 @@ class Calls(RuleBasedStateMachine):
     @rule(rows=ROWS, config=CONFIGS, length=LENGTHS)
     def generates_in_two_threads(self, rows, config, length):
         self.steps["generates_in_two_threads"] += 1
-        results, reached, over = [], threading.Event(), threading.Event()
+        reached, over = threading.Event(), threading.Event()
 
-        def hold():
-            reached.set()
-            over.wait(60)
-
-        def run(**options):
+        def first():
             try:
-                results.append(self.call(rows, config, **options))
-            except BaseException as error:
-                results.append(error)
+                return self.call(rows, config, AtLength(length, lambda: (reached.set(), over.wait(60))))
+            finally:
                 reached.set()
 
-        threads = [threading.Thread(target=run, kwargs={"processor": AtLength(length, hold)})]
-        threads[0].start()
-        assert reached.wait(60)
-        threads.append(threading.Thread(target=run, kwargs={"timeout": 0.2}))
-        threads[1].start()
-        threads[1].join(60)
-        over.set()
-        threads[0].join(60)
-        assert len(results) == 2 and not any(isinstance(result, BaseException) for result in results), results
+        def second():
+            assert reached.wait(60)
+            try:
+                return self.call(rows, config, timeout=0.2)
+            finally:
+                over.set()
+
+        results = both(first, second)
+        assert all(isinstance(result, SSDStats) for result in results), results
 
     @rule(rows=ROWS, config=CONFIGS)
     def forks(self, rows, config):
@@ -264,13 +236,11 @@ def run(examples, steps):
     Noted.started.clear()
     gc.collect()  # so that a forked process does not have to collect what other tests have left
     how = {"derandomize": True, "database": None, "suppress_health_check": list(HealthCheck)}
+    how |= {"phases": [Phase.generate]}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "Child", Noted)
         try:
-            run_state_machine_as_test(
-                Calls,
-                settings=settings(max_examples=examples, stateful_step_count=steps, phases=[Phase.generate], **how),
-            )
+            run_machine(Calls, settings=settings(max_examples=examples, stateful_step_count=steps, **how))
         finally:
             Calls.assistant.close()
             Calls.closed = True

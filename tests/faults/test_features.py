@@ -8,13 +8,12 @@ from hf_ssd.distributed import draft_server
 from hf_ssd.distributed.assistant import DraftAssistant
 from hf_ssd.distributed.sessions import WorkerSession
 from hf_ssd.distributed.transport import Channel
-from hf_ssd.rounds import Outcome
 
 from ..helpers.heads import tiny_head
 from ..helpers.thread_worker import ThreadWorker
 from ..helpers.tiny import padded_batch, ready
 
-CONFIG = {"lookahead": 3, "budget": 12}
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -29,13 +28,26 @@ def assistant(head):
 
 
 def generate(target, assistant):
-    options = {**padded_batch(3), "max_new_tokens": 16, "do_sample": False}
-    plain = target.generate(**options)
-    config = hf_ssd.SSDConfig(**CONFIG)
-    ours = {"assistant_model": assistant, "ssd_config": config, "return_dict_in_generate": True}
-    output = target.generate(**options, **ours)
-    assert torch.equal(output.sequences, plain)
-    return output.ssd_stats
+    """Returns why the draft was given up, and the modes of the rounds."""
+    options = {**padded_batch(3), "max_new_tokens": 16, "return_dict_in_generate": True}
+    output = target.generate(**options, assistant_model=assistant, ssd_config=hf_ssd.SSDConfig(lookahead=3, budget=12))
+    assert torch.equal(output.sequences, target.generate(**options).sequences)
+    return output.ssd_stats.draft_failure, {*output.ssd_stats.column("mode")}
+
+
+@pytest.fixture
+def sends(monkeypatch):
+    """Lets sessions send other features, which a function makes of the round and the right ones."""
+    original = WorkerSession.send_outcome
+
+    def sends(change):
+        def changed(self, outcome, plan):
+            outcome.states = change(self.round, outcome.states)
+            original(self, outcome, plan)
+
+        monkeypatch.setattr(WorkerSession, "send_outcome", changed)
+
+    return sends
 
 
 DAMAGE = {
@@ -47,22 +59,14 @@ DAMAGE = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", DAMAGE)
-def test_damaged_features_cost_speed_and_no_tokens(target, assistant, name, monkeypatch):
+def test_damaged_features_cost_speed_and_no_tokens(target, assistant, name, sends):
     damage, message = DAMAGE[name]
-    original = WorkerSession.send_outcome
-
-    def damaged(self, outcome, plan):
-        outcome.states = damage(outcome.states) if self.round == 1 else outcome.states
-        original(self, outcome, plan)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(WorkerSession, "send_outcome", damaged)
-        stats = generate(target, ready(assistant))
-    assert message in stats.draft_failure and {record.mode for record in stats.records} == {"ahead", "plain"}
-    stats = generate(target, ready(assistant))
-    assert stats.draft_failure is None and {record.mode for record in stats.records} == {"ahead"}
+    sends(lambda round_, features: damage(features) if round_ == 1 else features)
+    failure, modes = generate(target, ready(assistant))
+    assert message in failure and modes == {"ahead", "plain"}
+    sends(lambda round_, features: features)
+    assert generate(target, ready(assistant)) == (None, {"ahead"})
 
 
 UNREFUSED = {
@@ -72,35 +76,21 @@ UNREFUSED = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", UNREFUSED)
-def test_wrong_features_cost_no_tokens(target, head, name, monkeypatch):
-    original = WorkerSession.send_outcome
-
-    def wrong(self, outcome, plan):
-        outcome.states = UNREFUSED[name](outcome.states)
-        original(self, outcome, plan)
-
-    monkeypatch.setattr(WorkerSession, "send_outcome", wrong)
+def test_wrong_features_cost_no_tokens(target, head, name, sends):
+    sends(lambda _, features: UNREFUSED[name](features))
     with DraftAssistant([ThreadWorker(head)]) as assistant:
-        stats = generate(target, assistant)
-    assert stats.draft_failure is None and {record.mode for record in stats.records} == {"ahead"}
+        assert generate(target, assistant) == (None, {"ahead"})
 
 
-@pytest.mark.slow
-def test_features_that_never_come_are_not_waited_for_for_ever(target, head, monkeypatch):
-    original = WorkerSession.send_outcome
+def test_features_that_never_come_are_not_waited_for_for_ever(target, head, sends, monkeypatch):
     monkeypatch.setattr(draft_server, "FEATURES_TIMEOUT", 0.2)
-    monkeypatch.setattr(
-        WorkerSession, "send_outcome", lambda self, outcome, plan: original(self, Outcome(outcome.tokens), plan)
-    )
+    sends(lambda *_: None)
     with DraftAssistant([ThreadWorker(head)]) as assistant:
-        stats = generate(target, assistant)
-    assert "no message came in time" in stats.draft_failure
-    assert {record.mode for record in stats.records} == {"plain"}
+        failure, modes = generate(target, assistant)
+    assert "no message came in time" in failure and modes == {"plain"}
 
 
-@pytest.mark.slow
 def test_a_worker_killed_between_the_outcome_and_the_features_costs_no_tokens(target, assistant, monkeypatch):
     original, sent = Channel.send_announced, []
 
@@ -113,13 +103,10 @@ def test_a_worker_killed_between_the_outcome_and_the_features_costs_no_tokens(ta
 
     with monkeypatch.context() as patch:
         patch.setattr(Channel, "send_announced", killing)
-        stats = generate(target, ready(assistant))
-    assert "has ended" in stats.draft_failure and len(sent) == 3
-    assert generate(target, ready(assistant)).draft_failure is None
+        assert "has ended" in generate(target, ready(assistant))[0] and len(sent) == 3
+    assert generate(target, ready(assistant))[0] is None
 
 
-@pytest.mark.slow
 def test_several_workers_share_the_outcomes_of_a_head(target, head):
     with hf_ssd.launch_draft(head, devices=["cpu", "cpu"]) as assistant:
-        stats = generate(target, assistant)
-        assert stats.draft_failure is None and {record.mode for record in stats.records} == {"ahead"}
+        assert generate(target, assistant) == (None, {"ahead"})

@@ -9,17 +9,15 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import LogitsProcessorList
 
 import hf_ssd
 from hf_ssd.distributed.sessions import WorkerSession
 from hf_ssd.rounds import Outcome
 
 from ..helpers.at_length import AtLength
-from ..helpers.tiny import padded_batch, ready, tiny_draft
-
-CONFIG = {"lookahead": 3, "budget": 8}
+from ..helpers.calls import call
+from ..helpers.channels import both
+from ..helpers.tiny import ready, tiny_draft
 
 
 @pytest.fixture(scope="module")
@@ -34,36 +32,24 @@ def assistant(shared_assistant):
     return ready(shared_assistant)
 
 
-def generate(target, assistant, length=30, processor=None, rows=2, **config):
-    output = target.generate(
-        **padded_batch(rows),
-        max_new_tokens=length,
-        do_sample=False,
-        logits_processor=LogitsProcessorList([processor] if processor else []),
-        assistant_model=assistant,
-        ssd_config=hf_ssd.SSDConfig(**CONFIG, **config),
-        return_dict_in_generate=True,
-    )
-    plain = target.generate(**padded_batch(rows), max_new_tokens=length, do_sample=False)
-    assert torch.equal(output.sequences, plain)
-    return output.ssd_stats
+def generate(target, assistant, processor=None, rows=2, new_tokens=30, **settings):
+    return call(target, assistant, rows, processor, max_new_tokens=new_tokens, settings=settings).ssd_stats
 
 
-@pytest.mark.parametrize("length", [9, 20], ids=["before the first round", "in the middle"])
+@pytest.mark.parametrize("length", [None, 9, 20], ids=["between calls", "before the first round", "in the middle"])
 def test_a_killed_worker_costs_no_tokens_and_the_next_call_has_a_new_one(target, assistant, length, warnings):
-    first = assistant.workers[0].process.popen.pid
-    stats = generate(target, assistant, processor=AtLength(length, assistant.workers[0].process.popen.kill))
-    assert "has ended" in stats.draft_failure and len(warnings) == 1 and "plain decoding" in warnings[0]
+    first, start = assistant.workers[0].process.popen, time.monotonic()
+    if length is None:
+        first.kill()
+        first.wait()
+        assert generate(target, assistant).draft_failure is None
+        assert warnings == ["The draft worker had ended; starting another one."]
+    else:
+        stats = generate(target, assistant, processor=AtLength(length, first.kill))
+        assert "has ended" in stats.draft_failure and len(warnings) == 1 and "plain decoding" in warnings[0]
+    assert time.monotonic() - start < 10  # it is noticed at once
     stats = generate(target, ready(assistant))
-    assert stats.draft_failure is None and stats.hit_rate > 0 and assistant.workers[0].process.popen.pid != first
-
-
-def test_a_worker_killed_between_calls_is_replaced(target, assistant, warnings):
-    assistant.workers[0].process.popen.kill()
-    assistant.workers[0].process.popen.wait()
-    assert generate(target, assistant).draft_failure is None
-    assert generate(target, ready(assistant)).hit_rate > 0
-    assert warnings == ["The draft worker had ended; starting another one."]
+    assert stats.draft_failure is None and stats.hit_rate > 0 and assistant.workers[0].process.popen.pid != first.pid
 
 
 def test_a_stopped_worker_is_given_up_after_the_timeout(target, assistant, warnings):
@@ -76,33 +62,24 @@ def test_a_stopped_worker_is_given_up_after_the_timeout(target, assistant, warni
 
 
 def test_on_draft_failure_raise(target, assistant):
+    kill = AtLength(15, assistant.workers[0].process.popen.kill)
     with pytest.raises(hf_ssd.DraftError, match="has ended"):
-        generate(
-            target, assistant, processor=AtLength(15, assistant.workers[0].process.popen.kill), on_draft_failure="raise"
-        )
+        generate(target, assistant, processor=kill, on_draft_failure="raise")
     assert generate(target, ready(assistant)).hit_rate > 0
 
 
-def test_a_worker_that_raises_shows_its_traceback_and_stays(target, assistant, warnings):
-    pid = assistant.workers[0].process.popen.pid
-    config = hf_ssd.SSDConfig(**CONFIG)
-    prompt = {"input_ids": torch.tensor([[96, 3]]), "attention_mask": torch.ones(1, 2, dtype=torch.long)}
-    original = WorkerSession.send_outcome
+def test_a_worker_that_raises_shows_its_traceback_and_stays(target, assistant, warnings, monkeypatch):
+    pid, original = assistant.workers[0].process.popen.pid, WorkerSession.send_outcome
 
     def nonsense(self, outcome, plan):
         if self.round == 2:
             outcome = Outcome([[*tokens[:-1], tokens[-1] + 10**6] for tokens in outcome.tokens])
         return original(self, outcome, plan)
 
-    WorkerSession.send_outcome = nonsense
-    try:
-        output = target.generate(**prompt, max_new_tokens=20, do_sample=False, assistant_model=assistant,
-                                 ssd_config=config, return_dict_in_generate=True)  # fmt: skip
-    finally:
-        WorkerSession.send_outcome = original
-    assert torch.equal(output.sequences, target.generate(**prompt, max_new_tokens=20, do_sample=False))
-    assert "Traceback" in output.ssd_stats.draft_failure and "IndexError" in output.ssd_stats.draft_failure
-    assert len(warnings) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(WorkerSession, "send_outcome", nonsense)
+        failure = generate(target, assistant, rows=1).draft_failure
+    assert "Traceback" in failure and "IndexError" in failure and len(warnings) == 1
     assert generate(target, assistant).draft_failure is None and assistant.workers[0].process.popen.pid == pid
 
 
@@ -138,7 +115,7 @@ def test_ctrl_c_is_obeyed_at_once_and_the_next_call_works(target, assistant, sto
 
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        generate(target, assistant, length=230, processor=AtLength(12, interrupt), rows=1, timeout=60.0)
+        generate(target, assistant, new_tokens=230, processor=AtLength(12, interrupt), rows=1, timeout=60.0)
     assert time.monotonic() - start < 10
     assert generate(target, ready(assistant)).hit_rate > 0
 
@@ -146,25 +123,25 @@ def test_ctrl_c_is_obeyed_at_once_and_the_next_call_works(target, assistant, sto
 # ---------------------------------------------------------------- the end of an assistant, workers that do not start
 
 
-def test_an_assistant_that_no_one_closed_can_be_dropped_while_its_draft_waits(target, tmp_path):
+DROPPED = """
+import gc, pytest, hf_ssd
+from tests.helpers.tiny import tiny_draft, tiny_model
+from tests.faults.test_worker_faults import AtLength, generate
+target, assistant = hf_ssd.enable(tiny_model()), hf_ssd.launch_draft(tiny_draft(), num_threads=1)
+with pytest.raises(ZeroDivisionError):
+    generate(target, assistant, processor=AtLength(14, lambda: 1 / 0))
+worker = assistant.workers[0].process.popen
+del assistant
+gc.collect()
+assert worker.poll() is not None
+print("dropped", flush=True)
+"""
+
+
+def test_an_assistant_that_no_one_closed_can_be_dropped_while_its_draft_waits():
     """In a process of its own: a gloo group that waits for a message that never comes waits in C++."""
-    program = tmp_path / "program.py"
-    program.write_text(
-        "import gc, os\n"
-        "import pytest, hf_ssd\n"
-        "from tests.helpers.tiny import tiny_draft, tiny_model\n"
-        "from tests.faults.test_worker_faults import AtLength, generate\n"
-        "target, assistant = hf_ssd.enable(tiny_model()), hf_ssd.launch_draft(tiny_draft(), num_threads=1)\n"
-        "with pytest.raises(ZeroDivisionError):\n"
-        "    generate(target, assistant, processor=AtLength(14, lambda: 1 / 0))\n"
-        "worker = assistant.workers[0].process.popen\n"
-        "del assistant\n"
-        "gc.collect()\n"
-        "assert worker.poll() is not None\n"
-        "print('dropped', flush=True)\n"
-    )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, str(program)]
+    command = [sys.executable, "-c", DROPPED]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0 and "dropped" in done.stdout, done.stderr
 
@@ -177,29 +154,19 @@ def test_closing_while_another_thread_generates_costs_no_tokens(target, warnings
         reached.set()
         assert closed.wait(60)
 
-    stats = []
-    calls = [
-        threading.Thread(
-            target=lambda: stats.append(generate(target, assistant, processor=AtLength(15, wait_for_the_end)))
-        )
-    ]
-    calls[0].start()
-    assert reached.wait(60)
-    refused = []
+    def close():
+        assert reached.wait(60)
+        time.sleep(0.2)  # the last call waits for its turn
+        assistant.close()
+        closed.set()
 
     def too_late():
-        try:
-            generate(target, assistant)
-        except ValueError as error:
-            refused.append(str(error))
+        assert reached.wait(60)
+        return generate(target, assistant)
 
-    calls.append(threading.Thread(target=too_late))
-    calls[1].start()  # it waits for its turn
-    assistant.close()
-    closed.set()
-    for call in calls:
-        call.join(60)
-    assert "has ended" in stats[0].draft_failure and "was closed" in refused[0]
+    hold = AtLength(15, wait_for_the_end)
+    stats, _, refused = both(lambda: generate(target, assistant, processor=hold), close, too_late)
+    assert "has ended" in stats.draft_failure and isinstance(refused, ValueError) and "was closed" in str(refused)
     assert not process.is_running and assistant.workers[0].process is process  # no other was started
     assistant.close()
 
@@ -220,6 +187,7 @@ def test_a_worker_that_cannot_be_started_again_costs_no_tokens(target, assistant
     with monkeypatch.context() as patched:
         patched.setattr(assistant.workers[0], "launch", fails)
         assert "could not be started: too many open files" in generate(target, ready(assistant)).draft_failure
+        assert len(warnings) == 2 and "plain decoding" in warnings[1]
         with pytest.raises(hf_ssd.DraftError, match="too many open files"):
             generate(target, ready(assistant), on_draft_failure="raise")
     assert generate(target, ready(assistant)).hit_rate > 0

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import datasets
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from hf_ssd import SSDConfig
 
@@ -54,18 +52,6 @@ def test_damaged_settings(count):
             values[chance.choice([*SAVED, "look_ahead"] if chance.random() < 0.9 else [None, 3])] = chance.choice(ODD)
         found.append(refused(read, values))
     assert 0.2 < sum(found) / count < 0.999
-
-
-trees = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.sampled_from(list(SAVED)), inner),
-)
-
-
-@settings(max_examples=60)
-@given(trees)
-def test_any_json_as_settings(tree):
-    refused(read, tree)
 
 
 @pytest.mark.parametrize("count", [300, pytest.param(20_000, marks=slow)])

@@ -6,13 +6,11 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from hf_ssd.config import LONGEST_LOOKAHEAD
 from hf_ssd.distributed import wire
 from hf_ssd.distributed.sessions import MOST_TOKENS, MOST_WORKERS, SessionRequest
-from hf_ssd.distributed.wire import FRAME_LENGTH, HEADER, LARGEST_PAYLOAD, TENSOR_TYPES, Kind, ProtocolError
+from hf_ssd.distributed.wire import FRAME_LENGTH, HEADER, LARGEST_PAYLOAD, Kind, ProtocolError
 from hf_ssd.drafting.vocabulary import Translation
 from hf_ssd.rounds import MODES, SOURCES
 
@@ -172,29 +170,8 @@ def test_damaged_requests(recorded, count):
                         place[key if chance.random() < 0.9 else "unknown"] = chance.choice(odd)
                     break
                 place = place[key]
-        found.append(refused(read_request, request))
+        found.append(refused(read_request, request if chance.random() < 0.99 else chance.choice(odd)))
     assert 0.2 < sum(found) / count < 0.99
-
-
-trees = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.sampled_from(["ssd_config", "seed", "plan"]), inner),
-)
-
-
-@settings(max_examples=60)
-@given(trees)
-def test_any_json_as_a_request(tree):
-    refused(read_request, tree)
-
-
-@settings(max_examples=60)
-@given(st.binary(max_size=300), st.sampled_from([None, *TENSOR_TYPES]), st.sampled_from(list(READERS)))
-def test_any_bytes_as_a_message(data, dtype, kind):
-    if dtype is not None:
-        data = bytearray(data[: len(data) // dtype.itemsize * dtype.itemsize])
-        data = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
-    refused(read, kind, data)
 
 
 def test_deep_json_and_wide_json_are_refused():

@@ -6,13 +6,13 @@ import time
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from hf_ssd.distributed import wire
-from hf_ssd.distributed.transport import TARGET, Channel, PeerLost, broadcast
+from hf_ssd.distributed.transport import TARGET, PeerLost, broadcast
 from hf_ssd.distributed.wire import FRAME_LENGTH, HEADER, Kind, Message, pack
 from hf_ssd.rounds import AHEAD, Outcome, Plan
 
+from ..helpers.channels import channel_ends
 from ..helpers.thread_worker import STOP, StoppableServer
 from ..helpers.tiny import VOCAB, tiny_draft
 from .conftest import ROWS, damaged, frames_of
@@ -22,25 +22,21 @@ HARMFUL = {int(STOP)}  # what ends the server
 
 @pytest.fixture
 def server():
-    store, made = dist.HashStore(), {}
+    (target, draft), stopped = channel_ends(), []
 
     def serve():
-        made["end"] = Channel(store, is_target=False)
-        made["ready"] = True
-        try:
-            StoppableServer(made["end"], tiny_draft()).serve()
-        except PeerLost:
-            made["stopped"] = True
+        with pytest.raises(PeerLost):
+            StoppableServer(draft, tiny_draft()).serve()
+        stopped.append(True)
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
-    target = Channel(store, is_target=True)
     yield target
     target.send(Message(STOP))
     thread.join(30)
-    assert made.get("stopped")
+    assert stopped
     target.close()
-    made["end"].close()
+    draft.close()
 
 
 def good_call(target, number, start):

@@ -10,12 +10,12 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.error
 import urllib.request
 from pathlib import Path
 
 import openai
 import psutil
+import requests
 from prometheus_client.parser import text_string_to_metric_families
 
 import hf_ssd
@@ -28,6 +28,13 @@ from . import preloaded
 PAIR = Path(__file__).parents[2] / "examples" / "pair"
 START_TIMEOUT = 120.0
 LONG = 20_000  # positions: a call that fills them lasts far longer than a test
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+PROMPT = "abcdefgh"
+REQUESTS = {  # of two tokens
+    CHAT: {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 2},
+    COMPLETIONS: {"prompt": PROMPT, "max_tokens": 2},
+    RESPONSES: {"input": PROMPT, "max_output_tokens": 2},
+}
 
 
 class Client:
@@ -76,12 +83,12 @@ class Client:
     def post(self, path: str, body: bytes, **headers: str) -> tuple[int, dict]:
         """Returns the status and the JSON of an answer."""
         names = {"content-type": "application/json"} | {name.replace("_", "-"): text for name, text in headers.items()}
-        try:
-            with urllib.request.urlopen(urllib.request.Request(self.url + path, body, names), timeout=60) as response:
-                return response.status, json.load(response)
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, json.load(error)
+        response = requests.post(self.url + path, data=body, headers=names, timeout=60)
+        return response.status_code, response.json()
+
+    def request(self, path: str, **changes) -> tuple[int, dict]:
+        """Returns the status and the JSON of an answer to the usual request, with other parameters."""
+        return self.post(path, json.dumps({**REQUESTS[path], **changes}).encode())
 
 
 class ServerProcess(Client):

@@ -4,13 +4,13 @@ import contextlib
 import dataclasses
 import threading
 
-import torch.distributed as dist
-
 from hf_ssd.distributed.draft_server import DraftServer
-from hf_ssd.distributed.transport import Channel, PeerLost
+from hf_ssd.distributed.transport import PeerLost
 from hf_ssd.distributed.wire import Kind, Message, ProtocolError
 from hf_ssd.distributed.worker_process import WorkerProcess
 from hf_ssd.drafting.draft_info import DraftInfo
+
+from .channels import channel_ends
 
 STOP = Kind.PROOF  # which a server is never sent otherwise
 
@@ -38,12 +38,7 @@ class ThreadWorker(WorkerProcess):
         self.draft, self.sent = draft, []
 
     def _connect(self, meeting):
-        store, made = dist.HashStore(), {}
-        joining = threading.Thread(target=lambda: made.update(end=Channel(store, is_target=False)))
-        joining.start()
-        self.channel = Channel(store, is_target=True)
-        joining.join()
-        self.other_end = made["end"]
+        self.channel, self.other_end = channel_ends()
         info = dataclasses.asdict(DraftInfo.of(self.draft.config))
         self.worker_info = {"draft": info, "device": "cpu", "identity": None}
         send = self.channel.send

@@ -41,6 +41,10 @@ def text(server) -> str:
     return server.chat(PROMPT, COUNT).choices[0].message.content.strip()
 
 
+def completions(server, *prompts: str, **options) -> list[str]:
+    return [server.complete(prompt, COUNT, **options).choices[0].text for prompt in prompts]
+
+
 def test_the_answers_speculate(server):
     before = server.figures()["accepted_total"]
     server.complete(PROMPT, COUNT)
@@ -62,25 +66,17 @@ def test_litellm(server, text):
     chunks = litellm.completion(messages=QUESTION, max_tokens=COUNT, stream=True, **ask)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks).strip() == text
     texts = litellm.text_completion(prompt=[PROMPT, "def f("], max_tokens=COUNT, **ask)
-    assert [choice.text for choice in texts.choices] == [
-        server.complete(prompt, COUNT).choices[0].text for prompt in (PROMPT, "def f(")
-    ]
+    assert [choice.text for choice in texts.choices] == completions(server, PROMPT, "def f(")
 
 
 def test_langchain_chats_streams_and_calls_tools(server, text, says):  # noqa: F811
     langchain = pytest.importorskip("langchain_openai")
-    model = langchain.ChatOpenAI(
-        model=server.model, base_url=f"{server.url}/v1", api_key="none", temperature=0, max_tokens=COUNT
-    )
+    options = {"base_url": f"{server.url}/v1", "api_key": "none", "temperature": 0, "max_tokens": COUNT}
+    model = langchain.ChatOpenAI(model=server.model, **options)
     assert model.invoke(PROMPT).content == text
     assert "".join(chunk.content for chunk in model.stream(PROMPT)).strip() == text
-    completions = langchain.OpenAI(
-        model=server.model, base_url=f"{server.url}/v1", api_key="none", temperature=0, max_tokens=COUNT
-    )
-    found = completions.generate([PROMPT, "def f("]).generations
-    assert [one[0].text for one in found] == [
-        server.complete(prompt, COUNT).choices[0].text for prompt in (PROMPT, "def f(")
-    ]
+    found = langchain.OpenAI(model=server.model, **options).generate([PROMPT, "def f("]).generations
+    assert [one[0].text for one in found] == completions(server, PROMPT, "def f(")
     tool = {"name": "f", "description": "Does something.", "parameters": {"type": "object", "properties": {}}}
     says(CALL)
     answer = model.bind(max_tokens=200).bind_tools([tool]).invoke(PROMPT)
@@ -127,16 +123,10 @@ def test_lm_eval_sends_several_prompts_at_once(server, are_tokens):
     models = pytest.importorskip("lm_eval.models.openai_completions")
     from lm_eval.api.instance import Instance
 
-    model = models.LocalCompletionsAPI(
-        f"{server.url}/v1/completions",
-        "huggingface",
-        model=server.model,
-        tokenizer=server.model,
-        batch_size=3,
-        tokenized_requests=are_tokens,
-        max_retries=1,
-    )
+    options = {"batch_size": 3, "tokenized_requests": are_tokens, "max_retries": 1}
+    names = {"model": server.model, "tokenizer": server.model}
+    model = models.LocalCompletionsAPI(f"{server.url}/v1/completions", "huggingface", **names, **options)
     prompts = [PROMPT, "def f(", "class A", "import re\n"]
     options = {"until": ["\n\n\n"], "max_gen_toks": COUNT}
     texts = model.generate_until([Instance("generate_until", {}, (prompt, dict(options)), 0) for prompt in prompts])
-    assert texts == [server.complete(prompt, COUNT, stop=["\n\n\n"]).choices[0].text for prompt in prompts]
+    assert texts == completions(server, *prompts, stop=["\n\n\n"])

@@ -1,21 +1,14 @@
 """The endpoint, asked by OpenAI's own client."""
 
-import asyncio
+import functools
 import re
-import threading
-import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 import openai
 import psutil
 import pytest
-import torch
 
-from hf_ssd.serving.calls import Call, TurnTaking
-from hf_ssd.serving.metrics import Totals
-
+from ..helpers.channels import both
 from ..helpers.servers import within
 
 PROMPT = "import os\n\ndef main("
@@ -57,12 +50,6 @@ def test_the_client_of_the_document_runs(server, capsys):
     assert len(capsys.readouterr().out.split()) > 10
 
 
-def test_a_stop_string_ends_the_text(server, plain):
-    expected = plain(PROMPT, 60, stop_strings=["\n"])
-    assert expected.endswith("\n")
-    assert server.complete(PROMPT, 60, stop=["\n"]).choices[0].text == expected.removesuffix("\n")
-
-
 def test_the_figures_agree_with_each_other(server):
     server.complete(PROMPT, 40)
     figures = server.figures()
@@ -72,62 +59,15 @@ def test_the_figures_agree_with_each_other(server):
     assert figures["draft_ready"] == 1 and server.draft_state == "ready"
 
 
-def test_a_call_is_counted_before_its_client_learns_that_it_has_ended():
-    class Model:
-        device = torch.device("cpu")
-
-        def generate(self, streamer):
-            streamer.put(torch.tensor([5, 6]))
-            streamer.end()
-            return "output"
-
-    class Client:
-        def put(self, value):
-            assert totals.tokens == 2 and totals.requests["finished"] == 0
-
-        def end(self):
-            ends.append(totals.requests["finished"])
-
-    totals, ends = Totals(), []
-    assert TurnTaking(totals).generate(Model(), Call(None), Client()) == "output" and ends == [1]
-
-
-def test_no_call_is_under_way_when_the_server_has_ended():
-    class Model:
-        device = torch.device("cpu")
-
-        def generate(self, streamer):
-            while True:
-                streamer.put(torch.tensor([5]))
-                time.sleep(0.01)
-
-    async def serve():
-        calls = TurnTaking(Totals())
-        calls.submit(calls.generate, Model(), Call(None))
-        last = calls.submit(calls.generate, Model(), Call(None))
-        await calls.end()
-        assert last.done() and calls.totals.requests["cancelled"] == 2
-
-    asyncio.run(serve())
-
-
 def test_sixteen_clients_at_once(server, plain):
-    prompts = [f"def test_{i}(self):\n" for i in range(16)]
-    texts = {}
-
-    def ask(prompt):
+    def ask(prompt: str) -> str:
         if len(prompt) % 2:
-            texts[prompt] = server.complete(prompt, 8).choices[0].text
-        else:
-            chunks = server.complete(prompt, 8, stream=True)
-            texts[prompt] = "".join(chunk.choices[0].text for chunk in chunks)
+            return server.complete(prompt, 8).choices[0].text
+        return "".join(chunk.choices[0].text for chunk in server.complete(prompt, 8, stream=True))
 
-    threads = [threading.Thread(target=ask, args=(prompt,)) for prompt in prompts]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert texts == {prompt: plain(prompt, 8) for prompt in prompts}
+    prompts = [f"def test_{i}(self):\n" for i in range(16)]
+    texts = both(*(functools.partial(ask, prompt) for prompt in prompts))
+    assert texts == [plain(prompt, 8) for prompt in prompts]
 
 
 def test_what_cannot_be_served_gets_a_sentence(server):
@@ -139,22 +79,9 @@ def test_what_cannot_be_served_gets_a_sentence(server):
     with pytest.raises(openai.BadRequestError, match="The prompt is empty"):
         server.complete("", 5)
     assert server.figures()["refused"] == refused + 3
-    with pytest.raises(openai.BadRequestError, match="has one model"):
-        server.client.completions.create(model="another", prompt="a")
-    with pytest.raises(openai.BadRequestError, match="colour"):
-        server.complete(PROMPT, 5, extra_body={"colour": "red"})
-    assert status_of(server, "/v1/completions", b'{"model": ') == 400
-    assert status_of(server, "/live", b'{"prompt": ""}') == 400
-    assert status_of(server, "/reset", b"") == status_of(server, "/load_model", b'{"model": "another"}') == 403
-    assert [model.id for model in server.client.models.list()] == [Path(server.model).name]
+    for path, body, status in [("/live", b'{"prompt": ""}', 400), ("/reset", b"", 403), ("/load_model", b"{}", 403)]:
+        assert server.post(path, body)[0] == status
     assert server.complete(PROMPT, 5).usage.completion_tokens == 5
-
-
-def status_of(server, path: str, body: bytes) -> int:
-    request = urllib.request.Request(server.url + path, body, {"content-type": "application/json"})
-    with pytest.raises(urllib.error.HTTPError) as error:
-        urllib.request.urlopen(request, timeout=20)
-    return error.value.code
 
 
 def test_a_text_ends_where_the_positions_do(server):

@@ -20,7 +20,7 @@ from hf_ssd.cli.models import Model
 from hf_ssd.cli.serve import free_port
 from hf_ssd.serving.server import Server
 
-from ..helpers.servers import LONG, ServerProcess, ServerThread, within
+from ..helpers.servers import LONG, ServerProcess, ServerThread
 from ..helpers.tiny import ready
 
 LIGHT = """
@@ -78,33 +78,27 @@ def test_public_names_are_what_their_modules_have():
 
 @pytest.fixture(scope="module")
 def named(tiny_folder, assistant):
-    """A server whose model has a name of its own, and which notes the ports it listened to when it said so."""
-    listened = []
+    """A server whose model has a name of its own, and which notes what there was when it said that it listens."""
+    before, noted = ready(assistant).sessions, {}
 
     def note() -> None:
         connections = psutil.Process().net_connections("tcp")
-        listened.extend(one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN)
+        noted["ports"] = [one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN]
+        noted["answers"] = assistant.sessions - before
 
     plan = hf_ssd.SSDConfig(lookahead=3, budget=4)
     server = ServerThread(tiny_folder, assistant, plan, name="org/small", on_listening=note)
-    server.listened = listened
+    server.noted, noted["figures"] = noted, server.figures()
     yield server
     server.stop()
 
 
-def test_the_address_is_said_when_the_server_listens(named):
-    assert urlsplit(named.url).port in named.listened
-
-
-def test_a_first_answer_is_generated_with_the_draft_before_the_server_listens(tiny_folder, assistant):
-    before, at_start = ready(assistant).sessions, []
-    plan = hf_ssd.SSDConfig(lookahead=3, budget=4)
-    server = ServerThread(tiny_folder, assistant, plan, on_listening=lambda: at_start.append(assistant.sessions))
-    try:
-        assert at_start == [before + 1]
-        assert server.figures()["tokens_total"] == server.figures()["finished"] == 0, "no client has asked"
-    finally:
-        server.stop()
+def test_the_address_is_said_when_the_server_listens_and_has_generated_a_first_answer_with_the_draft(named):
+    assert urlsplit(named.url).port in named.noted["ports"] and named.noted["answers"] == 1
+    assert named.noted["figures"]["tokens_total"] == named.noted["figures"]["finished"] == 0, "no client has asked"
+    assert not named.served.server.config.access_log
+    for name in ("transformers", "uvicorn.error", "uvicorn.access"):
+        assert logging.getLogger(name).level == logging.ERROR
 
 
 def warming(folder: str, generate) -> tuple[Server, list]:
@@ -155,17 +149,6 @@ def test_each_name_of_the_model_works_and_the_one_that_comes_back_too(named):
         named.client.models.retrieve("other")
 
 
-def test_the_log_level_is_that_of_all_that_the_server_writes(named):
-    assert not named.served.server.config.access_log
-    for name in ("transformers", "uvicorn.error", "uvicorn.access"):
-        assert logging.getLogger(name).level == logging.ERROR
-
-
-def process(model: str, draft: str, level: str) -> ServerProcess:
-    options = ("--lookahead", "3", "--budget", "4", "--log-level", level)
-    return ServerProcess(model, *options, draft=draft, start=subprocess.Popen)
-
-
 def test_a_seed_repeats_an_answer_whatever_is_planned_and_without_the_draft(tiny_folder, tiny_draft_folder):
     server = ServerProcess(tiny_folder, draft=tiny_draft_folder)
     try:
@@ -177,51 +160,34 @@ def test_a_seed_repeats_an_answer_whatever_is_planned_and_without_the_draft(tiny
         server.stop()
 
 
-def ended(server: ServerProcess, number: int) -> list[str]:
-    """Sends a signal, and returns the lines that the server has written after its address, until it has ended."""
-    server.process.send_signal(number)
-    assert server.process.wait(timeout=30) == 0
-    text = server.written()
-    server.log.close()
-    return text[text.index("shows a page") :].splitlines()[1:]
-
-
-def test_ctrl_c_amid_an_answer_ends_in_one_line_and_all_clients_get_an_error(tiny_folder, tiny_draft_folder):
-    """One answer is under way, and another waits for its turn."""
-    server, caught = process(tiny_folder, tiny_draft_folder, "warning"), []
+def test_sigterm_amid_answers_ends_in_one_line_and_all_clients_get_an_error(tiny_folder, tiny_draft_folder):
+    """A stream is under way, which must not look complete, and two other answers wait for their turn."""
+    options = ("--lookahead", "3", "--budget", "4", "--log-level", "warning")
+    server, caught = ServerProcess(tiny_folder, *options, draft=tiny_draft_folder, start=subprocess.Popen), []
 
     def ask() -> None:
         with pytest.raises(openai.InternalServerError, match="The server ends.") as error:
             server.complete("abc", LONG)
         caught.append(error.value)
 
-    server.complete("abc", 2)
-    asking = threading.Thread(target=ask)
+    stream, asking = iter(server.complete("abc", LONG, stream=True)), threading.Thread(target=ask)
+    texts = [next(stream).choices[0].text]
     asking.start()
-    assert within(60, lambda: server.figures()["tokens_total"] > 2)
     waiting = server.chat("abc", 5, stream=True)
-    lines = ended(server, signal.SIGINT)
-    with pytest.raises(openai.APIError, match="The server ends.") as error:
-        list(waiting)
+    time.sleep(0.5)  # until the other one waits too
+    server.process.send_signal(signal.SIGTERM)
+    for rest in ((texts.append(chunk.choices[0].text) for chunk in stream), waiting):
+        with pytest.raises(openai.APIError, match="The server ends.") as error:
+            list(rest)
+        assert error.value.type == "server_error" and "".join(texts)
     asking.join(30)
-    assert (caught[0].status_code, caught[0].type) == (503, "server_error") and error.value.type == "server_error"
+    assert server.process.wait(timeout=30) == 0
+    assert (caught[0].status_code, caught[0].type) == (503, "server_error")
+    text = server.written()
+    server.log.close()
+    lines = text[text.index("shows a page") :].splitlines()[1:]
     ours = [line.split(maxsplit=1)[-1] for line in lines if not line.startswith("[transformers]")]
     assert ours[-1] == "server has ended." and len(ours) == 4
-    assert sorted(line.partition(" in ")[0].partition(":")[0] for line in ours[:-1]) == [
-        "POST /v1/chat/completions 200",
-        "POST /v1/completions 200",
-        "POST /v1/completions 503",
-    ]
-
-
-def test_a_stream_that_sigterm_ends_does_not_look_complete(tiny_folder, tiny_draft_folder):
-    server = process(tiny_folder, tiny_draft_folder, "info")
-    stream, texts = iter(server.complete("abc", LONG, stream=True)), []
-    texts.append(next(stream).choices[0].text)
-    lines = ended(server, signal.SIGTERM)
-    with pytest.raises(openai.APIError, match="The server ends.") as error:
-        texts += [chunk.choices[0].text for chunk in stream]
-    assert error.value.type == "server_error" and "".join(texts)
-    assert lines[-1] == "The server has ended." and not any("Traceback" in line for line in lines)
-    (line,) = [line for line in lines if "/v1/completions" in line]
-    assert re.fullmatch(r"[0-9:]{8} POST /v1/completions 200: [0-9]+ tokens in [0-9.]+ s, [0-9.]+ tokens/s", line)
+    chat, streamed, refused = sorted(ours[:-1])
+    assert chat.startswith("POST /v1/chat/completions 200") and refused.startswith("POST /v1/completions 503")
+    assert re.fullmatch(r"POST /v1/completions 200: [0-9]+ tokens in [0-9.]+ s, [0-9.]+ tokens/s", streamed)

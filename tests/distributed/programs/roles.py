@@ -1,6 +1,6 @@
 """A program for torchrun: SSD with a divided target, in good and bad times. Each rank writes down what it saw.
 
-torchrun --nproc-per-node 3 roles.py FOLDER NUM_DRAFT_RANKS SCENARIO ...
+torchrun --nproc-per-node 3 roles.py PAIR FOLDER NUM_DRAFT_RANKS SCENARIO ...
 """
 
 import json
@@ -11,58 +11,35 @@ import time
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, set_seed
+from transformers import AutoModelForCausalLM, LogitsProcessorList, set_seed
 
 import hf_ssd
-from hf_ssd.distributed.assistant import Turn
-
-
-class AtLength(LogitsProcessor):
-    """Does something when the output has reached a length, in the middle of a call."""
-
-    def __init__(self, length, action):
-        self.length, self.action = length, action
-
-    def __call__(self, input_ids, scores):
-        if self.action is not None and input_ids.shape[1] >= self.length:
-            action, self.action = self.action, None
-            action()
-        return scores
+from tests.helpers.at_length import AtLength
+from tests.helpers.tiny import padded_batch, ready
 
 
 class Program:
-    def __init__(self, folder: Path, roles):
-        self.roles, self.seen = roles, {}
-        inputs = json.loads((folder / "inputs.json").read_text())
-        self.inputs = {key: torch.tensor(value) for key, value in inputs.items()}
-        path = folder / "target"
+    def __init__(self, path: Path, roles):
+        self.roles, self.inputs = roles, padded_batch(3)
         model = AutoModelForCausalLM.from_pretrained(path, distributed_config=roles.target_config(path))
         self.target = hf_ssd.enable(model)
 
-    def generate(self, rows=2, action=None, plain=False, **options):
+    def generate(self, rows=2, action=None, **options):
         settings = {key: options.pop(key) for key in ("timeout", "on_draft_failure") if key in options}
-        if not plain:
-            if self.roles.is_leader:
-                self.wait_for_the_draft()
-            options["assistant_model"] = self.roles.draft
-            options["ssd_config"] = hf_ssd.SSDConfig(lookahead=3, budget=6, **settings)
+        if self.roles.is_leader:
+            ready(self.roles.draft)
         set_seed(7)
         output = self.target.generate(
             **{key: value[-rows:] for key, value in self.inputs.items()},
             **{"max_new_tokens": 30, "do_sample": False, **options},
             logits_processor=LogitsProcessorList([AtLength(15, action)] if action else []),
+            assistant_model=self.roles.draft,
+            ssd_config=hf_ssd.SSDConfig(lookahead=3, budget=6, **settings),
             return_dict_in_generate=True,
         )
-        seen = {"tokens": output.sequences.tolist()}
-        if not plain:
-            stats = output.ssd_stats
-            seen |= {"hits": stats.column("hits"), "accepted": stats.column("accepted"), "failure": stats.draft_failure}
-        return seen
-
-    def wait_for_the_draft(self):
-        turn = Turn()
-        self.roles.draft.begin_call(turn, timeout=60.0, patience=120.0)
-        self.roles.draft.end_call(turn)
+        stats = output.ssd_stats
+        seen = {"hits": stats.column("hits"), "accepted": stats.column("accepted"), "failure": stats.draft_failure}
+        return {"tokens": output.sequences.tolist(), **seen}
 
     @property
     def workers(self):
@@ -97,17 +74,6 @@ class Program:
         seen = [self.generate(action=lambda: self.signal_worker(signal.SIGKILL)), self.generate()]
         return seen + [before, self.workers]
 
-    def killed_between_calls(self):
-        before = self.workers
-        self.signal_worker(signal.SIGKILL)
-        time.sleep(0.5)  # its supervisor looks twenty times a second
-        return [self.generate(), before, self.workers]
-
-    def stopped(self):
-        start = time.monotonic()
-        seen = [self.generate(action=lambda: self.signal_worker(signal.SIGSTOP), timeout=1.0)]
-        return seen + [time.monotonic() - start, self.generate()]
-
     def stopped_between_calls(self):
         """So that messages are on their way to it when it is given up."""
         self.signal_worker(signal.SIGSTOP)
@@ -137,13 +103,13 @@ class Program:
 
 
 def main():
-    folder, num_draft_ranks, scenarios = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+    pair, folder, num_draft_ranks, scenarios = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
     roles = hf_ssd.distributed.init_roles(num_draft_ranks)
     if roles.is_draft:
-        roles.serve(AutoModelForCausalLM.from_pretrained(folder / "draft", device_map={"": roles.device}))
+        roles.serve(AutoModelForCausalLM.from_pretrained(pair / "draft", device_map={"": roles.device}))
         (folder / f"served-{roles.rank}").touch()
         return
-    program = Program(folder, roles)
+    program = Program(pair / "target", roles)
     out = folder / f"rank-{roles.rank}.json"
     seen = {"workers": program.workers}
     for scenario in scenarios:
