@@ -29,14 +29,13 @@ def has_fallback(request) -> bool:
     return not isinstance(request.config.fallback, str) or request.config.fallback in BY_TARGET
 
 
-def seed_of_call(request, seed: int, is_same_ahead: bool = True) -> int:
+def seed_of_call(request, seed: int, reads_target: bool) -> int:
     """
     Returns the seed of a call's noise. If proposals depend on earlier calls, each call gets a different one: values
     that were learned in a call with the same seed must not meet the same noise again; tokens of a coupled call do not
-    depend on proposals. For `is_same_ahead` see
-    [`~hf_ssd.drafting.drafter.Drafter`].
+    depend on proposals. For `reads_target` see [`~hf_ssd.drafting.drafter.Drafter`].
     """
-    depends = (request.config.asynchronous and not is_same_ahead) or has_fallback(request)
+    depends = (request.config.asynchronous and reads_target) or has_fallback(request)
     is_taught = request.config.lookahead == "auto" or (depends and not is_fixed(request.config))
     is_taught = is_taught and request.config.verification == REJECTION
     return (seed + SEED_STEP * next(_calls) * is_taught) % SEEDS
@@ -52,8 +51,7 @@ class Drafts:
         """Returns the speculator of a call, which may continue the `earlier` prefix of the last call."""
         config, generation = request.config, request.generation_config
         key = (str(config.fan_out), generation.temperature if generation.do_sample else None)
-        is_same_ahead = not drafter_kind(config, DraftInfo.of(model.config)).reads_target
-        depends = not is_same_ahead or has_fallback(request)
+        depends = drafter_kind(config, DraftInfo.of(model.config)).reads_target or has_fallback(request)
         if depends and is_fixed(config) and generation.do_sample:
             shape = shape_for(config)  # misses decide on proposals, so they must not depend on earlier calls
         else:

@@ -90,7 +90,7 @@ def speculative_speculative_decoding(
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     request = SessionRequest(ssd_config, of_the_draft, prompts, 0, vocab_size, translation, head=resolved.fallback)
     if settings.do_sample:  # greedy calls draw nothing
-        request.seed = seed_of_call(request, int(torch.randint(2**31, ())), resolved.reads is None)
+        request.seed = seed_of_call(request, int(torch.randint(2**31, ())), resolved.reads is not None)
     start = time.perf_counter()
     rows, length = input_ids.shape
     temperature = generation_config.temperature if settings.do_sample else None

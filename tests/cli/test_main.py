@@ -91,7 +91,7 @@ def test_every_command_takes_what_generate_and_from_pretrained_take(command, mon
     assert found.target == models.Model("TARGET", cpu, "bfloat16", target, "OTHER", "eager")
     draft = {"revision": "v2", "gguf_file": "B.gguf", **trusted}
     assert found.draft == models.Model("DRAFT", cpu, "auto", draft, "TOKENS", None)
-    assert found.config == hf_ssd.SSDConfig(drafter="parallel", lookahead=3, budget=7)
+    assert found.config == hf_ssd.SSDConfig(drafter="parallel", lookahead=3, budget=7, verification="coupled")
     monkeypatch.setattr(hf_ssd, "launch_draft", lambda *name, **options: given.append((*name, options)))
     found.launch_draft(None)
     assert given == [("DRAFT", {"device": cpu, "dtype": "auto", "num_threads": 1, "target": None, **draft})]

@@ -51,7 +51,7 @@ def check_proposals(speculator: Speculator, reference, features=lambda texts, kn
         assert answer.record.hits == [is_hit] * 2
         speculator.prepare(PLAN)
         accepted = [turn % (LOOKAHEAD + 1), (turn + 2) % (LOOKAHEAD + 1)]
-        if is_hit and not speculator.drafter.is_same_ahead:
+        if is_hit and speculator.drafter.reads_target:
             continue
         cache = speculator.prepared
         told, count = torch.cat(cache.probabilities, dim=2), 0

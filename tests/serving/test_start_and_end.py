@@ -149,6 +149,7 @@ def test_each_name_of_the_model_works_and_the_one_that_comes_back_too(named):
         named.client.models.retrieve("other")
 
 
+@pytest.mark.slow
 def test_a_seed_repeats_an_answer_whatever_is_planned_and_without_the_draft(tiny_folder, tiny_draft_folder):
     server = ServerProcess(tiny_folder, draft=tiny_draft_folder)
     try:
