@@ -17,7 +17,7 @@ from ..helpers.assistants import (
     read_the_token_before,
 )
 from ..helpers.tape import use_tapes
-from ..helpers.tiny import padded_batch, tiny_model
+from ..helpers.tiny import padded_batch, speculated, tiny_model
 
 TARGETS = {"llama": tiny_model, "muse_glimmer": muse_glimmer_target}
 slowly = pytest.mark.slow
@@ -113,9 +113,10 @@ def test_mistakes_are_noticed(pair, mutate, monkeypatch):
 
 
 @slowly
-def test_a_draft_of_another_type_than_the_target_drafts(pair, monkeypatch):
+def test_a_draft_of_another_type_than_the_target_drafts(pair):
     draft = copy.deepcopy(pair[1]).to(torch.bfloat16)
-    agrees((pair[0], draft), monkeypatch)  # whose tokens may differ by rounding
+    output = speculated(pair[0], draft, padded_batch(3), {"lookahead": 4}, least=0, max_new_tokens=12, pad_token_id=0)
+    assert max(output.ssd_stats.column("lookahead")) >= 4
 
 
 # ---------------------------------------------------------------- refused

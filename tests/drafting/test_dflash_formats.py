@@ -52,12 +52,13 @@ class Published(torch.nn.Module):
 def test_a_published_draft_drafts_what_its_layers_draft(monkeypatch, tmp_path):
     target, published = hf_ssd.enable(tiny_model("qwen3")), Published()
 
-    def agrees(**changes):
-        pair = target, published.save(tmp_path, **changes)
+    def agrees(name, **changes):
+        (tmp_path / name).mkdir()
+        pair = target, published.save(tmp_path / name, **changes)
         return all(agreement(pair, published.drafted, monkeypatch, BlockDrafter, lookahead=4))
 
-    assert agrees()
-    assert not agrees(dflash_config={**PUBLISHED["dflash_config"], "target_layer_ids": [0, 1]})
+    assert agrees("published")
+    assert not agrees("other", dflash_config={**PUBLISHED["dflash_config"], "target_layer_ids": [0, 1]})
 
 
 @pytest.mark.parametrize(
