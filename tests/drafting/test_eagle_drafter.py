@@ -14,7 +14,7 @@ from hf_ssd.drafting.head_drafter import HeadDrafter, HeadPrefix
 from hf_ssd.drafting.heads.loading import head_for
 
 from ..helpers.heads import expected_features, tiny_head
-from ..helpers.proposals import EXACT, LOOKAHEAD, check_proposals, new_speculator
+from ..helpers.proposals import EXACT, LOOKAHEAD, PROMPTS, check_proposals, new_speculator
 from ..helpers.tiny import VOCAB, tiny_model
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "examples"))
@@ -41,15 +41,18 @@ def check(pair):
     speculator = new_speculator(head, top_k=0)
     assert isinstance(speculator.drafter, HeadDrafter)
 
+    given = [torch.zeros(0, head.config.target_width) for _ in PROMPTS]
+
     def features(texts, known):
-        of_rows = [expected_features(target, torch.tensor(text))[:-1] for text in texts]
-        fused, prefix = [head.fuse(one) for one in of_rows], speculator.drafter.prefix
-        flat = torch.cat([one[n:] for one, n in zip(of_rows, known)])
+        of_rows = [expected_features(target, torch.tensor(text))[n:-1] for text, n in zip(texts, known)]
 
         def receive(tokens, width):
+            flat = torch.cat(of_rows)
             assert flat.shape == (tokens, width)
-            for row, n in enumerate(known):  # after a hit too
-                torch.testing.assert_close(prefix.states.values[row, :n], fused[row][:n])  # sums in another order
+            for row, (before, new) in enumerate(zip(given, of_rows)):
+                states = speculator.drafter.prefix.states.values[row, : len(before)]
+                torch.testing.assert_close(states, head.fuse(before), **EXACT)  # after a hit too
+                given[row] = torch.cat([before, new])
             return flat
 
         return receive
