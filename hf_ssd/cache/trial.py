@@ -92,6 +92,10 @@ def _try(model: PreTrainedModel, drafts: bool, attached: Attached, drafted: int,
     if is_recurrent and drafts:
         read = logits_of_branches
     is_plain = not (attached.may_depend_on_rows or active_adapters(attached))
+    forgets = (
+        f"{name} gives other logits for several tokens behind its recurrent state than for one after the other, so it "
+        "cannot verify or draft several tokens at once."
+    )
     try:
         if drafts:
             alone = logits_alone(model, texts, FIRST if is_recurrent else PROMPT)
@@ -101,6 +105,8 @@ def _try(model: PreTrainedModel, drafts: bool, attached: Attached, drafted: int,
         with LowPrecision() as low_precision:
             beside, masked = (logits[: texts.compared] for logits in read(model, texts))
     except (TypeError, RuntimeError, ValueError, LookupError, AttributeError, AssertionError) as error:
+        if is_plain and is_recurrent and drafts:  # its state is not in its cache
+            raise ValueError(forgets) from error
         if is_plain:
             raise ValueError(f"{name} does not take a 4D attention mask and position ids: {error!r}.") from error
         raise ValueError(f"{name} cannot verify or draft several tokens with {describe(model)}: {error!r}.") from error
@@ -129,10 +135,7 @@ def _try(model: PreTrainedModel, drafts: bool, attached: Attached, drafted: int,
             "`ssd_config`."
         )
     if is_recurrent and (same_beside or drafts):
-        raise ValueError(
-            f"{name} gives other logits for several tokens behind its recurrent state than for one after the other, so "
-            "it cannot verify or draft several tokens at once."
-        )
+        raise ValueError(forgets)
     if same_beside:
         raise ValueError(
             f"{name} does not obey a 4D attention mask with position ids, or makes a mask of its own from the number "

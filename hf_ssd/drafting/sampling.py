@@ -57,7 +57,7 @@ class SpeculationNoise:
         wanted = [self.noise.drawn_at(*place) for of_row in of_rows for place in of_row]
         new = [place for place in dict.fromkeys(wanted) if place not in self.known]
         if new:
-            found = self.noise.exponential(places(*devices.from_host(new, self.device).T))
+            found = self.noise.exponential(devices.from_host([places(*place) for place in new], self.device))
             self.known.update(zip(new, found))
         return torch.stack([self.known[place] for place in wanted]).view(len(of_rows), -1, self.noise.vocab_size)
 

@@ -53,7 +53,7 @@ def sends(monkeypatch):
 DAMAGE = {
     "too few": (lambda features: features[1:], "are not the 96 features"),
     "too wide": (lambda features: features.repeat(1, 2), "are not the 96 features"),
-    "of integers": (lambda features: features.long(), "are not the 96 features"),
+    "of integers": (lambda features: features.int(), "are not the 96 features"),
     "not a number": (lambda features: features * torch.nan, "finite"),
     "infinite": (lambda features: features.masked_fill(features == features.max(), torch.inf), "finite"),
 }
