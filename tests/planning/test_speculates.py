@@ -71,10 +71,12 @@ def test_several_drafts_draft_ahead(drafts):
 def test_a_fallback_object_is_asked_and_drafts_ahead(workers, budget, request):
     target, fallback = slow_target(), LastToken()
     settings = {"ssd_config": hf_ssd.SSDConfig(fallback=fallback, budget=budget), **WITH_MISSES}
-    first = call(target, request.getfixturevalue(workers), **settings)  # which learns that drafting ahead pays
-    stats = call_ahead(target, request.getfixturevalue(workers), **settings)
-    of_rows = [source for record in first.records + stats.records for source in record.sources]
-    assert fallback.asked and CUSTOM in of_rows
+    pair = target, request.getfixturevalue(workers)
+    records = call(*pair, **settings).records  # of a call that learns that drafting ahead pays
+    records += call_ahead(*pair, **settings).records
+    while not fallback.asked and len(records) < 200:  # a draft that knows the noise misses seldom
+        records += call(*pair, **settings).records
+    assert fallback.asked and any(CUSTOM in record.sources for record in records)
 
 
 def test_a_call_that_is_all_plain_says_so(assistant):
