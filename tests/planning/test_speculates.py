@@ -10,10 +10,10 @@ from hf_ssd.planning import planner
 from hf_ssd.rounds import AHEAD, CUSTOM, PLAIN
 
 from ..helpers.last_token import LastToken
-from ..helpers.tiny import padded_batch, tiny_model
+from ..helpers.tiny import padded_batch, tiny_draft, tiny_model
 
 NEW_TOKENS = 128
-WITH_MISSES = {"do_sample": True, "top_k": 8}  # of which the draft cannot guess all bonus tokens
+TWO = {"devices": ["cpu", "cpu"]}  # workers, which prepare a share of the outcomes each
 
 
 def slow_target():
@@ -67,15 +67,14 @@ def test_several_drafts_draft_ahead(drafts):
     call_ahead(target, drafts)
 
 
-@pytest.mark.parametrize("workers, budget", [("assistant", "auto"), pytest.param("drafts", 1, marks=pytest.mark.slow)])
-def test_a_fallback_object_is_asked_and_drafts_ahead(workers, budget, request):
+@pytest.mark.parametrize("launch, budget", [({}, "auto"), pytest.param(TWO, 1, marks=pytest.mark.slow)])
+def test_a_fallback_object_is_asked_and_drafts_ahead(launch, budget):
+    """The draft disagrees at times: one that always agrees and knows the noise would never miss."""
     target, fallback = slow_target(), LastToken()
-    settings = {"ssd_config": hf_ssd.SSDConfig(fallback=fallback, budget=budget), **WITH_MISSES}
-    pair = target, request.getfixturevalue(workers)
-    records = call(*pair, **settings).records  # of a call that learns that drafting ahead pays
-    records += call_ahead(*pair, **settings).records
-    while not fallback.asked and len(records) < 200:  # a draft that knows the noise misses seldom
-        records += call(*pair, **settings).records
+    settings = {"ssd_config": hf_ssd.SSDConfig(fallback=fallback, budget=budget), "do_sample": True, "top_k": 8}
+    with hf_ssd.launch_draft(tiny_draft(), num_threads=1, **launch) as drafts:
+        records = call(target, drafts, **settings).records  # of a call that learns that drafting ahead pays
+        records += call_ahead(target, drafts, **settings).records
     assert fallback.asked and any(CUSTOM in record.sources for record in records)
 
 
