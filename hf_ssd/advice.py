@@ -10,9 +10,9 @@ ENOUGH_ROUNDS = 24  # with drafted tokens; at acceptance 0.5, less than 0.3 of 2
 LOW_ACCEPTANCE, HIGH_WAIT, LOW_HITS = 0.3, 0.15, 0.6
 
 
-def adjustable(config, do_sample: bool) -> list[str]:
+def adjustable(config, uses_q: bool) -> list[str]:
     """Returns the settings that advice may name: those that are not `"auto"` and affect this call."""
-    names = ["lookahead", "budget", *(["saguaro_c"] if do_sample else [])]
+    names = ["lookahead", "budget", *(["saguaro_c"] if uses_q else [])]
     return [name for name in names if getattr(config, name) != "auto"]
 
 

@@ -129,7 +129,7 @@ def decode(
     noise = Noise(draft.request.seed, draft.request.vocab_size, coupled) if do_sample else None
     padding = [sequences.prompt_length - len(prompt) for prompt in draft.request.prompts]
     decider = Decider(settings, sequences, noise, padding, draft.ranks, target.verify_alone)
-    stats = SSDStats(sequences.batch_size, adjustable=adjustable(settings.config, do_sample))
+    stats = SSDStats(sequences.batch_size, adjustable=adjustable(settings.config, uses_q))
     stream = Stream(streamer, sequences) if streamer is not None else None
     following, probabilities = sequences.ids.new_full((sequences.batch_size, 1), -1), None
     record: RoundRecord | None = None  # of the round that is being verified

@@ -46,6 +46,7 @@ def test_a_text_is_that_of_single_passes(target, draft):
     with preparing() as hits:
         stats = check_same(target, draft, asynchronous=False)
     assert stats.tokens_per_round > 1.2 and sum(hits) > 0
+    assert stats.adjustable == ["lookahead", "budget"]  # Saguaro sampling is refused
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3_text", "gemma2", "mistral", "phi3", "olmo2", "gpt2",
