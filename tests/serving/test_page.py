@@ -27,7 +27,7 @@ PROMPT = "import os\n\ndef main("
 def server(chat_model):
     """A server in this process, with the embedded pair and a fixed plan."""
     with launch_draft(str(PAIR / "draft"), num_threads=1) as assistant:
-        server = ServerThread(chat_model, assistant, SSDConfig(lookahead=3, budget=4))
+        server = ServerThread(chat_model, assistant, SSDConfig(lookahead=3, budget=4, verification="coupled"))
         yield server
         server.stop()
 
