@@ -40,6 +40,7 @@ def test_quickstart():
     assert re.search(r"^Load before: [\d.]+ on \d+ cores\.", output, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_generate_tp():
     ranks, drafts = 3, 1
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]

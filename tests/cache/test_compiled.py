@@ -82,9 +82,8 @@ def place_by_numbers(self, columns, width):
         layer.width = columns.start if isinstance(columns, slice) else int(columns[0, 0])
 
 
-@pytest.mark.parametrize(
-    "family", ["llama", *(pytest.param(family, marks=pytest.mark.slow) for family in ("mistral", "gemma"))]
-)  # windows: none, all, some
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma"])  # windows: none, all, some
 @torch.inference_mode()
 def test_logits_are_the_same_and_nothing_is_compiled_again(family, compilations, monkeypatch):
     for name in ("ROOM", "ROOM_SHARE"):  # the cache must grow with each new column

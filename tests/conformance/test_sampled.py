@@ -190,6 +190,7 @@ class Whims:
         return self.random.random() < 0.2
 
 
+@pytest.mark.slow
 def test_whatever_is_planned_leaves_the_targets_distribution(small, monkeypatch):
     whims = Whims()
     monkeypatch.setattr(ngrams, "LEAST_MATCHED", 2)  # so short texts have no longer matches
@@ -266,6 +267,7 @@ def test_a_wrong_q_of_saguaro_sampling_or_a_fallback_fails_the_same_test(
     assert p_value(*small, calls=6, seed=10, **{"budget": 4, **settings}) < 1e-3
 
 
+@pytest.mark.slow
 def test_a_wrong_q_under_whims_fails_the_same_test(small, monkeypatch):
     whims = Whims()
     plain_q_with_saguaro_tokens(monkeypatch)

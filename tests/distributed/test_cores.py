@@ -185,7 +185,7 @@ def test_each_side_leaves_cores_to_the_other_only_while_that_works(two_threads, 
     assert (torch.get_num_threads(), len(available_cores())) == everything
 
 
-@pytest.mark.parametrize("mode", [IN_TURN, AHEAD])
+@pytest.mark.parametrize("mode", [pytest.param(IN_TURN, marks=pytest.mark.slow), AHEAD])
 def test_who_waits_in_turn_leaves_the_cores_to_the_other_side(two_threads, watched, monkeypatch, mode):
     """A wait that spins on a core on which the other side computes made a verification ten times as long."""
     (first, other), (draft, _) = available_cores()[:2], watched

@@ -66,6 +66,7 @@ for _ in range(5):
 """
 
 
+@pytest.mark.slow
 def test_several_programs_at_the_same_time():
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-c", PROGRAM]

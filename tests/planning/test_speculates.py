@@ -67,7 +67,8 @@ def test_several_drafts_draft_ahead(drafts):
     call_ahead(target, drafts)
 
 
-@pytest.mark.parametrize("launch, budget", [({}, "auto"), pytest.param(TWO, 1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("launch, budget", [({}, "auto"), (TWO, 1)])
 def test_a_fallback_object_is_asked_and_drafts_ahead(launch, budget):
     """The draft disagrees at times: one that always agrees and knows the noise would never miss."""
     target, fallback = slow_target(), LastToken()

@@ -89,6 +89,7 @@ def test_a_text_ends_where_the_positions_do(server):
     assert answer.usage.total_tokens == 2048
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_in_mid_stream_costs_no_token(server, plain):
     before = server.figures()["draft_restarts_total"]
     stream, texts = iter(server.complete(PROMPT, 300, stream=True)), []
