@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.cli.serving.utils import (
     BaseGenerateManager,
     DirectStreamer,
@@ -27,6 +27,7 @@ from .errors import Refusal
 from .limits import check_prompt, check_settings, positions_of
 from .metrics import CANCELLED, FAILED, FINISHED, REFUSED, Totals
 from .parameters import Parameters
+from .penalties import Penalties
 from .stops import StopCriteria
 
 END_TIMEOUT = 10.0  # seconds for a running call to reach its next round
@@ -154,10 +155,12 @@ class TurnTaking(BaseGenerateManager):
         try:
             counting = CountingStreamer(self, call, streamer, self.totals)
             counting.check()
+            length, penalties = kwargs["input_ids"].shape[1], call.parameters.penalties()
             if stops := call.parameters.stops():
                 tokenizer = getattr(kwargs["tokenizer"], "tokenizer", kwargs["tokenizer"]).backend_tokenizer
-                criteria = StopCriteria(stops, tokenizer, kwargs["input_ids"].shape[1])
-                kwargs["stopping_criteria"] = StoppingCriteriaList([criteria])
+                kwargs["stopping_criteria"] = StoppingCriteriaList([StopCriteria(stops, tokenizer, length)])
+            if any(penalties):
+                kwargs["logits_processor"] = LogitsProcessorList([Penalties(length, *penalties)])
             with seeded(call.parameters.seed, model.device):
                 output = model.generate(**kwargs, streamer=counting)
             end = FINISHED

@@ -86,7 +86,7 @@ class Tool(FlatTool):
 
 
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
-Penalty = Annotated[float, Field(gt=-1, le=2)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
 Ids = Annotated[list[int], Field(min_length=1)]
 Prompts = Annotated[list[str] | list[Ids], Field(min_length=1, max_length=2048)]
 
@@ -126,7 +126,7 @@ class Parameters(Strict):
             body.pop("tools", None)
         if "max_completion_tokens" in body:  # transformers 5.17 reads the other name alone
             body["max_tokens"] = body.pop("max_completion_tokens")
-        ours = ("seed", "logit_bias", "stop", "tool_choice")
+        ours = ("seed", "logit_bias", "stop", "tool_choice", "frequency_penalty", "presence_penalty")
         return {name: value for name, value in body.items() if name not in ours and value != []}
 
     def settings(self) -> dict:
@@ -142,6 +142,10 @@ class Parameters(Strict):
         """Returns the strings before which the text ends."""
         stop = getattr(self, "stop", None) or []
         return [stop] if isinstance(stop, str) else stop
+
+    def penalties(self) -> list[float]:
+        """Returns the penalties for the frequency and the presence of a token in the answer."""
+        return [getattr(self, name, None) or 0.0 for name in ("frequency_penalty", "presence_penalty")]
 
     def prompts(self) -> list[str | list[int]]:
         """Returns the prompts, each a text or its tokens, of a request that is not a chat."""
@@ -170,7 +174,8 @@ class Generation(Parameters):
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = done(
         "a text, or up to 16, before which the answer ends; no empty one"
     )
-    frequency_penalty: Penalty | None = done("as in `transformers serve`: a repetition penalty of 1 and this number")
+    frequency_penalty: Penalty | None = done("from -2 to 2, for each time that the answer has a token")
+    presence_penalty: Penalty | None = done("from -2 to 2, for each token that the answer has")
     logit_bias: dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]] | None = (
         done("from -100 to 100, for the ids of tokens")
     )
@@ -181,7 +186,7 @@ class ChatRequest(Generation):
 
     refused = {
         **dict.fromkeys("audio function_call functions moderation reasoning_effort verbosity".split()),
-        **{"n": 1, "presence_penalty": 0, "logprobs": False, "top_logprobs": 0, "parallel_tool_calls": True},
+        **{"n": 1, "logprobs": False, "top_logprobs": 0, "parallel_tool_calls": True},
         **{"store": False, "response_format": {"type": "text"}, "modalities": ["text"], "web_search_options": None},
     }
     no_effect = {"user", "metadata", "prediction", *TUNING}
@@ -197,7 +202,7 @@ class ChatRequest(Generation):
 class CompletionRequest(Generation):
     """`/v1/completions`"""
 
-    refused = {"n": 1, "presence_penalty": 0, "best_of": 1, "echo": False, "logprobs": None, "suffix": None}
+    refused = {"n": 1, "best_of": 1, "echo": False, "logprobs": None, "suffix": None}
     prompt: str | Ids | Prompts = Field(
         description="a text or the ids of its tokens, or up to 2,048 of either, answered in turn as choices"
     )

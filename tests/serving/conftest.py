@@ -84,4 +84,5 @@ def plain():
         output = model.generate(**inputs, max_new_tokens=tokens, do_sample=False, tokenizer=tokenizer, **options)
         return tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
+    text.tokenizer = tokenizer
     return text

@@ -2,11 +2,13 @@
 
 import functools
 import re
+from collections import Counter
 from pathlib import Path
 
 import openai
 import psutil
 import pytest
+from transformers import LogitsProcessor
 
 from ..helpers.channels import both
 from ..helpers.servers import within
@@ -37,6 +39,27 @@ def test_chat_completions_and_responses(server, plain):
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == expected
     response = server.client.responses.create(input=CHAT, max_output_tokens=30, **ask)
     assert response.output_text == expected
+
+
+class Counted(LogitsProcessor):
+    """OpenAI's formula, one token after the other."""
+
+    def __init__(self, prompt: str, frequency: float, presence: float, tokenizer):
+        self.length, self.penalties = len(tokenizer(prompt)["input_ids"]), (frequency, presence)
+
+    def __call__(self, input_ids, scores):
+        scores = scores.clone()
+        for token, count in Counter(input_ids[0, self.length :].tolist()).items():
+            scores[0, token] -= self.penalties[0] * count + self.penalties[1]
+        return scores
+
+
+@pytest.mark.parametrize("frequency, presence", [(0.6, 0.0), (0.0, 1.5), (-0.1, -0.1)])
+def test_penalties_are_openais(server, plain, frequency, presence):
+    before, counted = server.figures(), Counted(PROMPT, frequency, presence, plain.tokenizer)
+    answer = server.complete(PROMPT, 40, frequency_penalty=frequency, presence_penalty=presence)
+    assert answer.choices[0].text == plain(PROMPT, 40, logits_processor=[counted]) != plain(PROMPT, 40)
+    assert server.figures()["accepted_total"] > before["accepted_total"]
 
 
 def test_the_client_of_the_document_runs(server, capsys):

@@ -143,7 +143,7 @@ NOT_DONE = [
     (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
     (CHAT, {"tool_choice": "required"}, "tool_choice"),
     (CHAT, {"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
-    (CHAT, {"presence_penalty": 1}, "presence_penalty"),
+    (CHAT, {"presence_penalty": 2.5}, "presence_penalty"),
     (CHAT, {"stop": ""}, "stop"),
     (COMPLETIONS, {"prompt": [1, "a"]}, "prompt"),
     (COMPLETIONS, {"logit_bias": {"97": 1}}, "logit_bias"),
