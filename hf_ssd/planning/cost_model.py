@@ -193,8 +193,10 @@ class CostModel:
                 f"lookahead {lookahead}{also}"
             )
         drafting = [speed for plan, speed in speeds.items() if plan[0] != PLAIN]
-        expected = f": expected {max(drafting) / speeds[chosen]:.2f} times plain decoding's speed" if drafting else ""
-        return f"not drafting{expected} (estimated acceptance {self.acceptance(1)[0]:.2f})"
+        gain = max(drafting) / speeds[chosen] if drafting else 0.0
+        expected = f": expected {gain:.2f} times plain decoding's speed" if drafting else ""
+        yet = " yet" if gain > 1 else ""  # a plan that was not tried, or hardly a gain
+        return f"not drafting{yet}{expected} (estimated acceptance {self.acceptance(1)[0]:.2f})"
 
 
 class NoDraftCosts(CostModel):

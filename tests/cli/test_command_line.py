@@ -432,7 +432,7 @@ def test_the_plan_of_a_check_is_that_of_most_rounds_whatever_was_planned_last(mo
     main(["check", "--json", "--repeats", "1", "--max-new-tokens", "16"])
     found = json.loads(capsys.readouterr().out)
     assert "probe: drafting in turn at acceptance" not in found["plan"]
-    plainly = ("not drafting:", "decoded plainly", "the pair is not known yet: decoded plainly")
+    plainly = ("not drafting", "decoded plainly", "the pair is not known yet: decoded plainly")
     assert found["drafts"] != found["plan"].startswith(plainly) or "n-grams" in found["plan"]  # in plain rounds
 
 

@@ -147,6 +147,8 @@ def test_the_reason_is_one_sentence_with_the_numbers_of_the_plan():
         planner.experience.prober.start = planner.experience.rounds + 100
         world.run(planner, rounds=2 * EPOCH_ROUNDS)
         assert all(word in planner.reason for word in words), planner.reason
+    plain, untried = (PLAIN, 0, 0, 0), (AHEAD, 4, 8, 0)
+    assert planner.costs.reason(plain, {plain: 1.0, untried: 1.6}).startswith("not drafting yet: expected 1.60 times")
     assert "settings are fixed" in FixedPlan(SSDConfig(lookahead=4, budget=8)).reason_of([])
 
 
