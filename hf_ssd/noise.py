@@ -35,6 +35,17 @@ def places(purpose: int, rows, starts, depths):
     return (((purpose << ROW | rows) << START | starts) << DEPTH | depths) << TOKEN
 
 
+def check_fits(rows: int, positions: int, vocab_size: int) -> None:
+    """Raises `ValueError` if a call with so many rows, positions of a row and tokens has places that share a number."""
+    for count, bits, things, advice in (
+        (rows, ROW, "rows", "give fewer rows at a time"),
+        (positions, START, "positions of a row, with room for drafted tokens", "set a smaller `max_length`"),
+        (vocab_size, TOKEN, "tokens in the vocabulary", "decode with `do_sample=False`"),
+    ):
+        if count > 2**bits:
+            raise ValueError(f"`ssd_config` can sample with up to {2**bits:,} {things}, and not {count:,}; {advice}.")
+
+
 class Noise:
     """
     The numbers of a seed, for each token of a vocabulary. In a `coupled` call the position of a token alone decides

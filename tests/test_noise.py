@@ -8,8 +8,9 @@ import torch
 from scipy import stats
 
 from hf_ssd import noise
+from hf_ssd.config import LONGEST_LOOKAHEAD
 from hf_ssd.drafting.sampling import draw
-from hf_ssd.noise import ACCEPTANCE, BONUS, DRAFTED, FALLBACK, STEP, Noise, places, splitmix
+from hf_ssd.noise import ACCEPTANCE, BONUS, DRAFTED, FALLBACK, STEP, Noise, check_fits, places, splitmix
 
 PLACES = [(0, 5, 0), (3, 5, 0), (0, 6, 0), (0, 5, 1), (2, 1000, 3)]
 
@@ -46,6 +47,23 @@ def test_an_index_with_a_bit_less_is_noticed(monkeypatch, bits):
         test_no_two_places_share_a_number()
 
 
+LARGEST = {"rows": 4096, "positions": 2**22, "vocab_size": 2**20}  # the last of each are places of the tests above
+BEYOND = {  # the next place, and the one that has its number
+    "rows": (place_of(BONUS, 4096, 5, 1), place_of(DRAFTED, 4096, 5, 1)),
+    "positions": (place_of(BONUS, 0, 2**22, 1), place_of(BONUS, 1, 0, 1)),
+    "vocab_size": (place_of(BONUS, 0, 5, 1) + 2**20, place_of(BONUS, 0, 5, 2)),
+}
+
+
+@pytest.mark.parametrize("name", LARGEST)
+def test_a_call_whose_places_would_share_a_number_is_refused(name):
+    check_fits(**LARGEST)
+    assert int(BEYOND[name][0]) == int(BEYOND[name][1])
+    with pytest.raises(ValueError, match=f"with up to {LARGEST[name]:,} .*, and not {LARGEST[name] + 1:,}; "):
+        check_fits(**{**LARGEST, name: LARGEST[name] + 1})
+    assert int(place_of(BONUS, 0, 0, LONGEST_LOOKAHEAD)) < int(place_of(BONUS, 0, 1, 0))
+
+
 def test_a_seed_has_numbers_of_its_own():
     one, same, other = Noise(7, 11), Noise(7, 11), Noise(8, 11)
     first = [one.exponential(place_of(BONUS, *place)) for place in PLACES]
@@ -70,8 +88,10 @@ def test_the_smallest_and_the_largest_number_are_possible_ones(monkeypatch):
         assert (drawn.exponential(torch.tensor([5])) > 0).all() and drawn.exponential(
             torch.tensor([5])
         ).isfinite().all()
+        in_float64 = drawn.exponential(torch.tensor([5]))
         monkeypatch.setattr(noise, "has_float64", lambda device: False)
         assert drawn.uniform(torch.tensor([5])).dtype == torch.float32 and 0 < drawn.uniform(torch.tensor([5])) < 1
+        assert torch.equal(drawn.exponential(torch.tensor([5])), in_float64)
         monkeypatch.undo()
 
 

@@ -27,6 +27,7 @@ from ..distributed.assistant import DraftAssistant
 from ..distributed.roles import check_heads
 from ..drafting.heads.loading import OF_TARGET
 from ..drafting.resolver import ResolvedDraft, resolve
+from ..noise import check_fits
 from ..versions import check_internals
 from .proposers.custom import check_proposer
 from .settings import Settings
@@ -43,6 +44,8 @@ LOOKUPS = {
     "assistant_early_exit": ": the draft is `assistant_model`",
 }
 ASSISTED_OPTIONS = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
+
+ROOM = 2 * LONGEST_LOOKAHEAD + 2  # columns beyond `max_length`, for drafted tokens that are not accepted
 
 # transformers' processors whose result depends on earlier calls. `WatermarkLogitsProcessor` is not in the list, because
 # it seeds its generator in each call.
@@ -183,6 +186,9 @@ def check_generation(
         raise ValueError("`input_ids` is empty; give at least one token.")
     _check_rope(model, input_ids, max_length, model_kwargs)
     _check_columns(model, max_length, model_kwargs)
+    if settings.do_sample:
+        vocab_size = model.config.get_text_config(decoder=True).vocab_size
+        check_fits(len(input_ids), (max_length or 0) + ROOM, vocab_size)
     if is_flash_attention(model) and (len(input_ids) > 1 or model_kwargs.get("attention_mask") is not None):
         raise ValueError(
             "Flash attention reads no 4D masks, which batches and padding need; load the target with "
@@ -239,10 +245,10 @@ def _check_rope(model, input_ids, max_length: int | None, model_kwargs: dict) ->
 
 def _check_columns(model, max_length: int | None, model_kwargs: dict) -> None:
     """Raises `ValueError` for lengths at which a model scales attention by the number of columns in its cache."""
-    limit, room = last_column_limit(model), 2 * LONGEST_LOOKAHEAD + 2  # for drafted tokens that are not accepted
+    limit = last_column_limit(model)
     before = model_kwargs[CACHE].get_seq_length()
-    if limit is not None and (max_length is None or before + max_length + room > limit):
+    if limit is not None and (max_length is None or before + max_length + ROOM > limit):
         raise ValueError(
             f"{type(model).__name__} scales attention by the number of columns in its cache from {limit} columns on, "
-            f"which `ssd_config` cannot follow; set `max_length={limit - room}` or less, padding included."
+            f"which `ssd_config` cannot follow; set `max_length={limit - ROOM}` or less, padding included."
         )

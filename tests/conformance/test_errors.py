@@ -109,10 +109,21 @@ def started(target, draft, **options):
         ({"num_assistant_tokens": 4}, "`num_assistant_tokens` is a setting of transformers' assisted generation"),
         ({"num_assistant_tokens_schedule": "constant"}, "`num_assistant_tokens_schedule` is a setting"),
         ({"generation_config": GenerationConfig(assistant_confidence_threshold=0.4)}, "SSDConfig.lookahead=...."),
+        ({"do_sample": True, "num_return_sequences": 4097}, "up to 4,096 rows, and not 4,097; give fewer rows at a ti"),
+        ({"do_sample": True, "max_new_tokens": 2**22 - 130}, "up to 4,194,304 positions.*; set a smaller `max_length`"),
     ],
 )
 def test_options_that_cannot_be_combined(target, draft, options, words):
     refused(words, target, **{"assistant_model": draft, **options})
+
+
+def test_a_sampled_call_of_a_huge_vocabulary_is_refused_and_greedy_calls_have_no_such_limits():
+    target = tiny_model()
+    target.config.vocab_size = 2**20 + 1
+    options = {"assistant_model": None, "ssd_config": {"lookahead": 0}}
+    words = "can sample with up to 1,048,576 tokens in the vocabulary, and not 1,048,577; decode with `do_sample=False`"
+    refused(words, target, **options, do_sample=True)
+    started(hf_ssd.enable(target), None, **options, **padded_batch(4097), max_new_tokens=2**22)
 
 
 # ---------------------------------------------------------------- models: the arguments of a call, and its words
