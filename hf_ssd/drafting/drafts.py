@@ -50,7 +50,8 @@ class Drafts:
     def speculator(self, model: PreTrainedModel, request, earlier: VerifiedPrefix | None = None) -> Speculator:
         """Returns the speculator of a call, which may continue the `earlier` prefix of the last call."""
         config, generation = request.config, request.generation_config
-        key = (str(config.fan_out), generation.temperature if generation.do_sample else None)
+        rule = (generation.temperature, config.verification, config.saguaro_c) if generation.do_sample else None
+        key = (str(config.fan_out), rule)
         depends = drafter_kind(config, DraftInfo.of(model.config)).reads_target or has_fallback(request)
         if depends and is_fixed(config) and generation.do_sample:
             shape = shape_for(config)  # misses decide on proposals, so they must not depend on earlier calls

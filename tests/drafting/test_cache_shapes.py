@@ -6,9 +6,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import GenerationConfig
 
 from hf_ssd import SSDConfig
+from hf_ssd.distributed.sessions import SessionRequest
 from hf_ssd.drafting.cache_shapes import CANDIDATES, SHAPES, allocate, chances_of_counts, outcome_chances, shape_for
+from hf_ssd.drafting.drafts import Drafts
 from hf_ssd.drafting.outcome_candidates import UNUSED, OutcomeCandidates
 
 
@@ -189,3 +192,19 @@ def test_confidence_learns_nothing_from_finished_rows():
     assert before == after
     shape.learn(seen, [0, -1], [0, 0])  # the mutant: one of them is not finished
     assert shape.accepted.weights.tolist() != before[0]
+
+
+# ---------------------------------------------------------------- what is kept between calls
+
+
+def test_calls_share_what_a_shape_learns_only_with_calls_of_the_same_rule(draft):
+    rules = [{}, {"verification": "coupled"}, {"saguaro_c": 0.5}, {"saguaro_c": 0.3}, {"fan_out": "uniform"}]
+    drafts, shapes = Drafts(), []
+    for temperature in (0.7, 1.0, 0.7, 1.0):
+        generation = GenerationConfig(do_sample=True, temperature=temperature, max_length=20)
+        for rule in rules:
+            request = SessionRequest(SSDConfig(**rule), generation, [torch.tensor([5, 6])], 0, 97)
+            shapes.append(drafts.speculator(draft, request).shape)
+    first, again = shapes[: 2 * len(rules)], shapes[2 * len(rules) :]
+    assert len({id(shape) for shape in first}) == len(first)
+    assert all(one is other for one, other in zip(first, again))
