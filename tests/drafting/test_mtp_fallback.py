@@ -11,15 +11,17 @@ from hf_ssd.drafting.heads import loading
 from hf_ssd.drafting.heads.mtp import MtpHead
 from hf_ssd.generation import loop
 from hf_ssd.generation.proposers.mtp import MtpFallback
+from hf_ssd.noise import Noise
 from hf_ssd.rounds import AHEAD, IN_TURN, PLAIN, PREPARED, Plan
 
 from ..helpers.heads import tiny_head, tiny_mtp_head
 from ..helpers.preparing import preparing
-from ..helpers.sampled_strings import p_value
+from ..helpers.sampled_strings import p_value, power
 from ..helpers.tiny import padded_batch
 from ..planning.test_plain_mode import InAndOut
 
 MTP = "mtp"  # the fallback, and the source of its tokens
+COUPLED = {"verification": "coupled"}
 
 
 @pytest.fixture
@@ -78,6 +80,27 @@ def test_after_a_miss_the_head_drafts_as_in_turn_and_the_tokens_are_plain_genera
     assert torch.equal(output.sequences, target.generate(**padded_batch(3), max_new_tokens=40, do_sample=False))
 
 
+def check_coupled(target, draft):
+    alone = call(target, None, do_sample=True, ssd={"lookahead": 0, "fallback": "auto", **COUPLED})
+    with preparing() as hits:
+        output = call(target, draft, do_sample=True, ssd={"asynchronous": False, **COUPLED})
+    assert torch.equal(output.sequences, alone.sequences) and 0 < sum(hits) < len(hits)
+    records = output.ssd_stats.records
+    for source in (PREPARED, MTP):
+        assert sum(r.accepted[row] for r in records for row in r.live if r.sources[row] == source) > 0
+
+
+def test_coupled_texts_are_those_of_single_passes(target, draft, head):
+    check_coupled(target, draft)
+
+
+def test_noise_of_rounds_is_noticed(target, draft, head, monkeypatch):
+    """The mutant for the test above."""
+    monkeypatch.setattr(Noise, "drawn_at", lambda self, purpose, *place: (purpose, *place))
+    with pytest.raises(AssertionError):
+        check_coupled(target, draft)
+
+
 @pytest.mark.slow
 def test_the_head_follows_the_text_through_plain_rounds(target, draft, head, monkeypatch):
     stats = check_drafts_as_in_turn(target, draft, monkeypatch, InAndOut(Plan(IN_TURN, 3, 3, fallback=MTP))).ssd_stats
@@ -123,9 +146,10 @@ def test_three_token_strings_have_the_targets_distribution(small, is_rolled, mon
         monkeypatch.setattr(MtpFallback, "propose", rolled)
     monkeypatch.setitem(loading._heads, target, {MtpHead: tiny_mtp_head(target)})
     with preparing() as hits:
-        value = p_value(target, draft, calls=8, seed=5, budget=3, fallback="mtp", at_least=1.0)
+        measure = power if is_rolled else p_value
+        value = measure(target, draft, calls=8, seed=5, budget=3, fallback="mtp", at_least=1.0)
     assert 0.1 < sum(hits) / len(hits) < 0.9
-    assert value < 1e-6 if is_rolled else value > 1e-3
+    assert value > 0.99 if is_rolled else value > 1e-3
 
 
 def test_targets_and_drafts_that_do_not_fit_are_refused_in_one_sentence(target, draft):

@@ -1,5 +1,7 @@
 """Sampled strings of three tokens, of a vocabulary so small that each string has an exact probability."""
 
+import math
+
 import torch
 from scipy import stats
 from torch.nn.functional import pad
@@ -50,12 +52,22 @@ def every_continuation(prefixes):
     return torch.cat([prefixes.repeat_interleave(SMALL, 0), tokens], dim=1)
 
 
-def p_value(
+def p_value(*pair, **settings):
+    """Of the chi-square test of the strings of [`counts_of`]."""
+    return chi_square(*counts_of(*pair, **settings))
+
+
+def power(*pair, **settings):
+    """Of the same test for the distribution of a mutant: see [`power_of`]."""
+    return power_of(*counts_of(*pair, **settings))
+
+
+def counts_of(
     target, draft, calls=24, seed=0, at_least=1.1, options=(), prompt=PROMPT, exact=None, rows=ROWS, skipped=1, **config
 ):
     """
-    Of the chi-square test of sampled three-token strings against the exact probabilities, which are those of `target`
-    behind the first token by default.
+    Of sampled three-token strings, and their exact probabilities, which are those of `target` behind the first token by
+    default.
     """
     counts, speculated, ids = torch.zeros(SMALL**3), 0.0, prompt.repeat(rows, 1)
     torch.manual_seed(seed)
@@ -70,15 +82,32 @@ def p_value(
         new = pad(output.sequences, (0, 3))[:, prompt.shape[1] + skipped :][:, :3]  # all rows may end earlier
         counts += torch.bincount(new @ DIGITS, minlength=SMALL**3)
     assert speculated / calls > at_least
-    return chi_square(counts, exact_probabilities(target, prompt) if exact is None else exact)
+    return counts, exact_probabilities(target, prompt) if exact is None else exact
 
 
 def chi_square(counts, probabilities):
     """The p-value of the counts of each string, of which the rare ones count as one."""
+    assert counts[probabilities == 0].sum() == 0
+    return stats.chisquare(*cells(counts, probabilities)).pvalue
+
+
+def power_of(counts, probabilities):
+    """
+    How likely the test would fail again, with a p-value below 1e-3 or an impossible string, if strings were distributed
+    as these. The chi-square statistic minus its degrees of freedom estimates its non-centrality.
+    """
+    observed, expected = cells(counts, probabilities)
+    degrees = len(observed) - 1
+    excess = max(float(stats.chisquare(observed, expected).statistic) - degrees, 0)
+    passes = stats.ncx2.cdf(stats.chi2.isf(1e-3, degrees), degrees, excess)
+    return 1 - passes * math.exp(-float(counts[probabilities == 0].sum()))
+
+
+def cells(counts, probabilities):
+    """The observed and expected counts of the chi-square test."""
     expected = probabilities * counts.sum()
-    assert counts[expected == 0].sum() == 0
     rare = expected < 5
     observed = torch.cat([counts[~rare].double(), counts[rare].double().sum()[None]])
     expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
     observed, expected = observed[expected > 0], expected[expected > 0]
-    return stats.chisquare(observed, expected * observed.sum() / expected.sum()).pvalue
+    return observed, expected * observed.sum() / expected.sum()
