@@ -18,7 +18,7 @@ from hf_ssd.rounds import AHEAD, Plan
 
 from ..helpers.families import sharp_model, tiny_config
 from ..helpers.preparing import preparing
-from ..helpers.sampled_strings import SMALL, p_value
+from ..helpers.sampled_strings import SMALL, p_value, power
 from ..helpers.tiny import padded_batch
 from .test_hybrids import states_without_a_copy
 
@@ -125,8 +125,7 @@ def test_a_state_that_is_not_copied_changes_the_distribution(monkeypatch):
     check_supported(pair[0])
 
     states_without_a_copy(monkeypatch)
-    with pytest.raises(AssertionError):  # strings come up that the target cannot give
-        p_value(*pair, calls=12, seed=4)
+    assert power(*pair, calls=12, seed=4) > 0.99
 
 
 class LatestTokens:
@@ -264,7 +263,7 @@ def test_a_wrong_q_of_saguaro_sampling_or_a_fallback_fails_the_same_test(
     small, mutant, settings, prepared_in_process, monkeypatch
 ):
     mutant(monkeypatch)
-    assert p_value(*small, calls=6, seed=10, **{"budget": 4, **settings}) < 1e-3
+    assert power(*small, calls=6, seed=10, **{"budget": 4, **settings}) > 0.99
 
 
 @pytest.mark.slow
@@ -272,10 +271,10 @@ def test_a_wrong_q_under_whims_fails_the_same_test(small, monkeypatch):
     whims = Whims()
     plain_q_with_saguaro_tokens(monkeypatch)
     with preparing(whims.planned, whims.outcome_arrived):
-        assert p_value(*small, calls=12, seed=6, saguaro_c=0.5) < 1e-3
+        assert power(*small, calls=24, seed=6, saguaro_c=0.5) > 0.99
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_plausible_mistakes_fail_the_same_test(small, name, monkeypatch):
     MUTANTS[name](monkeypatch)
-    assert p_value(*small, calls=16) < 1e-3
+    assert power(*small) > 0.99

@@ -11,8 +11,7 @@ from hf_ssd.cache.trial import check_supported
 from hf_ssd.generation.deciding import Decider
 from hf_ssd.generation.target import Target
 
-from ..helpers import sampled_strings
-from ..helpers.sampled_strings import PROMPT, ROWS, SMALL, exact_probabilities
+from ..helpers.sampled_strings import PROMPT, ROWS, SMALL, exact_probabilities, p_value, power
 from ..helpers.tiny import tiny_draft, tiny_model
 
 UNSOUND = 5
@@ -48,26 +47,32 @@ def fed_again(monkeypatch):
     return places
 
 
-def p_value(models, calls=8, rows=ROWS, options=None, ends=False, **settings):
-    """Of the chi-square test of sampled strings of three tokens, with padding after an end."""
+def found(measure, models, calls=8, rows=ROWS, options=None, ends=False, **settings):
+    """What is measured of sampled strings of three tokens, with padding after an end."""
     target, sound, draft = models
     options = {"top_k": 0, "temperature": 1.0, "max_new_tokens": 6, **(options or {})}
     options["eos_token_id"] = UNSOUND if ends else None
     exact = exact_probabilities(sound, warpers=(), skipped=0, end=UNSOUND if ends else None)
-    return sampled_strings.p_value(
-        target, draft, calls, at_least=1.05, options=options, exact=exact, rows=rows, skipped=0, **settings
-    )
+    return measure(target, draft, calls, at_least=1.05, options=options, exact=exact, rows=rows, skipped=0, **settings)
 
 
 VALUES = {"NaN": torch.nan, "infinite": torch.inf}
-# lookahead, value of the embedding, whether texts end with its token
-CASES = [(1, "NaN", False), (2, "infinite", True), (3, "NaN", True), (4, "infinite", False)]
+# lookahead, value of the embedding, whether texts end with its token, and calls
+CASES = [(1, "NaN", True, 8), (2, "infinite", False, 20), (3, "NaN", True, 12), (4, "infinite", True, 8)]
 
 
-@pytest.mark.parametrize("lookahead, value, ends", CASES)
-def test_strings_have_the_targets_distribution(lookahead, value, ends, fed_again):
-    assert p_value(pair(VALUES[value], ends), lookahead=lookahead, ends=ends) > 1e-3
+@pytest.mark.parametrize("lookahead, value, ends, calls", CASES)
+def test_strings_have_the_targets_distribution(lookahead, value, ends, calls, fed_again):
+    assert found(p_value, pair(VALUES[value], ends), lookahead=lookahead, ends=ends, calls=calls) > 1e-3
     assert fed_again.count(0) > 8 and (lookahead == 1 or fed_again.count(lookahead - 1) > 2)
+
+
+MANY = {"lookahead": 2, "ends": True, "calls": 40}
+
+
+@pytest.mark.slow
+def test_many_strings_have_the_targets_distribution():
+    assert found(p_value, pair(ends=True), **MANY) > 1e-3
 
 
 class Unknown(LogitsProcessor):
@@ -86,8 +91,8 @@ STEPS = {  # rows, and options
 @pytest.mark.parametrize("name", ["constraint", pytest.param("unknown", marks=pytest.mark.slow)])
 def test_strings_have_the_targets_distribution_by_step(name, fed_again):
     rows, options = STEPS[name]
-    calls = 1000 // rows
-    assert p_value(pair(ends=True), calls=calls, rows=rows, options=options, lookahead=2, ends=True) > 1e-3
+    settings = {"calls": 1000 // rows, "rows": rows, "options": options, "lookahead": 2, "ends": True}
+    assert found(p_value, pair(ends=True), **settings) > 1e-3
     assert fed_again.count(0) > 8 and fed_again.count(1) > 2
 
 
@@ -99,17 +104,18 @@ def without_the_rule(self, rows, q, following, logits, scores):
     return {row: ([token], count) for row, token, count in zip(rows, tokens, unlikely)}
 
 
-@pytest.mark.parametrize("ends", [False, True])
-def test_rows_without_the_rule_are_noticed(ends, monkeypatch):
+@pytest.mark.parametrize("lookahead, value, ends, calls", CASES[1:3])
+def test_rows_without_the_rule_are_noticed(lookahead, value, ends, calls, monkeypatch):
     """The mutant: a row that is verified alone draws from p, though its drafted tokens are the reason."""
     monkeypatch.setattr(Decider, "_decide_alone", without_the_rule)
-    assert p_value(pair(ends=ends), lookahead=2, ends=ends) < 1e-3
+    assert found(power, pair(VALUES[value], ends), lookahead=lookahead, ends=ends, calls=calls) > 0.99
 
 
+@pytest.mark.slow
 def test_rows_that_stop_at_the_first_token_are_noticed(monkeypatch):
     """The mutant: the rule is applied to the first token alone, so the second depends on whether a later one is bad."""
     monkeypatch.setattr(Decider, "_sound", lambda *_: [])
-    assert p_value(pair(ends=True), calls=16, lookahead=2, ends=True) < 1e-3
+    assert found(power, pair(ends=True), **MANY) > 0.99
 
 
 @pytest.mark.parametrize("options", [{}, *[options for _, options in STEPS.values()]], ids=["all at once", *STEPS])
