@@ -105,7 +105,7 @@ def power_of(counts, probabilities):
 
 def cells(counts, probabilities):
     """The observed and expected counts of the chi-square test."""
-    expected = probabilities * counts.sum()
+    expected = probabilities.double() * counts.sum()
     rare = expected < 5
     observed = torch.cat([counts[~rare].double(), counts[rare].double().sum()[None]])
     expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
