@@ -16,7 +16,7 @@ from hf_ssd.rounds import IN_TURN, NGRAM, NOTHING, PLAIN, PREPARED, PRIMARY, Pla
 
 from ..helpers.comparing import as_plain, generate
 from ..helpers.preparing import preparing
-from ..helpers.sampled_strings import SOME_PAIRS, every_pair, p_value
+from ..helpers.sampled_strings import SOME_PAIRS, every_pair, p_value, power
 from ..helpers.tiny import padded_batch, tiny_draft, tiny_model
 
 FEW = 12  # tokens, so that texts repeat themselves
@@ -142,8 +142,8 @@ def some_pairs(monkeypatch, competing):
     monkeypatch.setattr(ngrams, "LEAST_MATCHED", 2)
 
 
-def sampled(small, calls=10, **settings):
-    """The p-value, and how many rows verified n-grams and drafted tokens."""
+def sampled(measure, small, calls=10, **settings):
+    """The p-value or power, and how many rows verified n-grams and drafted tokens."""
     counted, after_answer = {}, Proposers.after_answer
 
     def counts(self, answer):
@@ -154,14 +154,14 @@ def sampled(small, calls=10, **settings):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Proposers, "after_answer", counts)
-        value = p_value(*small, calls=calls, prompt=SOME_PAIRS, **settings)
+        value = measure(*small, calls=calls, prompt=SOME_PAIRS, **settings)
     assert counted[NGRAM] > 0.1 * sum(counted.values()) and counted[PRIMARY] > 0.1 * sum(counted.values())
     return value
 
 
 @pytest.mark.slow
 def test_three_token_strings_have_the_targets_distribution(small, some_pairs):
-    assert sampled(small, seed=31) > 1e-3
+    assert sampled(p_value, small, seed=31) > 1e-3
 
 
 def uniform_instead_of_certain(monkeypatch):
@@ -190,7 +190,7 @@ def the_drafts_q(monkeypatch):
 @pytest.mark.parametrize("mutant", [uniform_instead_of_certain, the_drafts_q])
 def test_an_ngram_that_does_not_count_as_certain_is_noticed(small, some_pairs, monkeypatch, mutant):
     mutant(monkeypatch)
-    assert sampled(small, seed=31) < 1e-6
+    assert sampled(power, small, seed=31) > 0.99
 
 
 class Alone:
@@ -209,14 +209,14 @@ class Alone:
         return ""
 
 
-def sampled_alone(small, monkeypatch):
+def sampled_alone(measure, small, monkeypatch):
     monkeypatch.setattr(loop, "planner_for", lambda *_: Alone())
-    return p_value(*small, calls=12, seed=2, lookahead="auto", budget="auto", prompt=every_pair())
+    return measure(*small, calls=12, seed=2, lookahead="auto", budget="auto", prompt=every_pair())
 
 
 @pytest.mark.slow
 def test_strings_of_ngrams_without_a_draft_have_the_targets_distribution(small, monkeypatch):
-    assert sampled_alone(small, monkeypatch) > 1e-3
+    assert sampled_alone(p_value, small, monkeypatch) > 1e-3
 
 
 @pytest.mark.slow
@@ -228,4 +228,4 @@ def test_a_rejected_ngram_that_may_come_again_is_noticed(small, monkeypatch):
         return residual(p, q, drafted, accepted) if q is not None else p[torch.arange(len(accepted)), accepted]
 
     monkeypatch.setattr(verification, "residual_distribution", as_drawn)
-    assert sampled_alone(small, monkeypatch) < 1e-6
+    assert sampled_alone(power, small, monkeypatch) > 0.99

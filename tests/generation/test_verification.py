@@ -4,7 +4,9 @@ import itertools
 
 import pytest
 import torch
+from scipy import stats
 
+from hf_ssd.drafting.sampling import draw
 from hf_ssd.generation import verification
 from hf_ssd.generation.deciding import check_drawn
 from hf_ssd.generation.verification import (
@@ -13,11 +15,13 @@ from hf_ssd.generation.verification import (
     accepted_counts,
     drawn,
     residual_distribution,
+    verify_coupled,
     verify_greedy,
     verify_sampled,
 )
-from hf_ssd.noise import Noise
+from hf_ssd.noise import DRAFTED, Noise, places
 
+from ..conformance.test_coupled import every_draft, residual_draw
 from ..helpers.enumerated import VOCAB, add_continuations, plain_distribution, random_tree
 
 
@@ -153,6 +157,50 @@ def test_equal_distributions_always_accept():
     drafted = torch.multinomial(q.flatten(0, 1), 1).view(200, 3)
     accepted, *_ = verify(scores, q, drafted)
     assert (accepted == 3).all()
+
+
+# ---------------------------------------------------------------- coupled: each depth, behind each prefix
+
+
+def coupled_p_values(lookahead, verify=verify_coupled, rows=4096, rounds=8):
+    """Of the next token, behind each prefix of accepted tokens that more than 200 texts begin with."""
+    p, q = random_tree(lookahead, seed=1), random_tree(lookahead, seed=2)
+    noise, texts = Noise(lookahead, VOCAB, coupled=True), []
+    for start in range(0, rounds * 10, 10):
+        chance = Chance(noise, torch.arange(rows), torch.full((rows,), start))
+        drafted = torch.empty(rows, 0, dtype=torch.long)
+        for depth in range(lookahead):
+            where = places(*noise.drawn_at(DRAFTED, chance.rows, chance.starts, depth))
+            there = torch.stack([q[tuple(prefix)] for prefix in drafted.tolist()])
+            drafted = torch.cat([drafted, draw(there, noise.exponential(where))[:, None]], dim=1)
+        scores = [[p[tuple(text[:depth])] for depth in range(lookahead + 1)] for text in drafted.tolist()]
+        scores = torch.stack([torch.stack(of_row) for of_row in scores]).log()
+        accepted, bonus, _ = verify(scores, drafted, chance)
+        outcomes = zip(drafted.tolist(), accepted.tolist(), bonus.tolist())
+        texts += [(*tokens[:count], token) for tokens, count, token in outcomes]
+    found = {}
+    for prefix, expected in p.items():
+        here = [text[len(prefix)] for text in texts if len(text) > len(prefix) and text[: len(prefix)] == prefix]
+        if len(here) > 200:
+            cell = torch.where(
+                expected * len(here) < 5, expected.argmax(), torch.arange(VOCAB)
+            )  # a rare token has none
+            observed = torch.bincount(cell[torch.tensor(here)], minlength=VOCAB)
+            expected = torch.zeros_like(expected).index_add(0, cell, expected * len(here))
+            found[prefix] = stats.chisquare(observed[expected > 0], expected[expected > 0]).pvalue
+    assert {len(prefix) for prefix in found} == {*range(lookahead + 1)}
+    return found
+
+
+@pytest.mark.parametrize("lookahead", [1, 2, 3])
+def test_coupled_tokens_have_the_targets_distribution_behind_each_prefix(lookahead):
+    assert min(coupled_p_values(lookahead).values()) > 1e-5
+
+
+@pytest.mark.parametrize("lookahead", [1, 2, 3])
+@pytest.mark.parametrize("mutant", [every_draft, residual_draw])
+def test_mistakes_of_the_coupled_rule_are_noticed(lookahead, mutant):
+    assert min(coupled_p_values(lookahead, mutant).values()) < 1e-5
 
 
 # ---------------------------------------------------------------- what is no probability
