@@ -76,6 +76,23 @@ def test_sampled_answers_speculate(smollm, assistant, real_tokenizers):
     assert generate(smollm, assistant, inputs, **options).ssd_stats.tokens_per_round > 1.2
 
 
+def check_coupled(target, draft, inputs, lookahead=3, **both):
+    """A coupled text is the one of single passes."""
+    outputs = []
+    for model, options in ((None, {"lookahead": 0}), (draft, {"lookahead": lookahead})):
+        set_seed(0)
+        options = {"ssd_config": {**options, "verification": "coupled"}, "return_dict_in_generate": True, **both}
+        options |= {"max_new_tokens": 16, "do_sample": True, "temperature": 0.7}
+        outputs.append(target.generate(**inputs, **options, assistant_model=model))
+    assert torch.equal(*(output.sequences for output in outputs)) and outputs[0].ssd_stats.tokens_per_round == 1
+    return outputs[1].ssd_stats
+
+
+def test_a_coupled_text_is_that_of_single_passes(smollm, assistant, real_tokenizers):
+    stats = check_coupled(smollm, assistant, asked(real_tokenizers["smollm2"], [QUESTION]))
+    assert stats.hit_rate > 0.5 and stats.tokens_per_round > 2
+
+
 CAPITALS = "The capital of France is Paris. The capital of Germany is Berlin. The capital of Italy is"
 
 
@@ -85,6 +102,14 @@ def test_smollm_drafts_for_gemma_with_its_own_tokenizer(smollm, gemma, real_toke
     plain = gemma.generate(**inputs, max_new_tokens=10, do_sample=False)
     output = generate(gemma, smollm, inputs, max_new_tokens=10, **both)
     assert torch.equal(output.sequences, plain) and output.ssd_stats.tokens_per_round > 1.5
+
+
+def test_a_coupled_text_with_a_draft_of_another_tokenizer_is_that_of_single_passes(smollm, gemma, real_tokenizers):
+    tokenizer, other = real_tokenizers["gemma3"], real_tokenizers["smollm2"]
+    inputs = tokenizer(CAPITALS, return_tensors="pt")
+    with hf_ssd.launch_draft(smollm, num_threads=1) as worker:
+        stats = check_coupled(gemma, worker, inputs, tokenizer=tokenizer, assistant_tokenizer=other)
+    assert stats.draft_failure is None and stats.tokens_per_round > 1.2
 
 
 def test_a_model_as_it_comes_from_a_gguf_file_is_target_and_draft(smollm, real_cache, real_tokenizers):
