@@ -76,14 +76,14 @@ def test_sampled_answers_speculate(smollm, assistant, real_tokenizers):
     assert generate(smollm, assistant, inputs, **options).ssd_stats.tokens_per_round > 1.2
 
 
-def check_coupled(target, draft, inputs, lookahead=3, **both):
+def check_coupled(target, draft, inputs, **both):
     """A coupled text is the one of single passes."""
     outputs = []
-    for model, options in ((None, {"lookahead": 0}), (draft, {"lookahead": lookahead})):
+    for lookahead, with_draft in ((0, {}), (3, {"assistant_model": draft, **both})):
         set_seed(0)
-        options = {"ssd_config": {**options, "verification": "coupled"}, "return_dict_in_generate": True, **both}
-        options |= {"max_new_tokens": 16, "do_sample": True, "temperature": 0.7}
-        outputs.append(target.generate(**inputs, **options, assistant_model=model))
+        options = {"max_new_tokens": 16, "do_sample": True, "temperature": 0.7, "return_dict_in_generate": True}
+        config = hf_ssd.SSDConfig(lookahead=lookahead, verification="coupled")
+        outputs.append(target.generate(**inputs, **options, **with_draft, ssd_config=config))
     assert torch.equal(*(output.sequences for output in outputs)) and outputs[0].ssd_stats.tokens_per_round == 1
     return outputs[1].ssd_stats
 
