@@ -65,7 +65,7 @@ class PackedWeight:
         tokens = input.numel() // weight.shape[1]
         is_faster = self.is_faster[0 if tokens <= 1 else 1 if tokens < TRIED[2] else 2]
         is_other = input.dtype != weight.dtype or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
-        if not tokens or not self.is_alone and (is_other or not is_faster):
+        if not self.is_alone and (is_other or not is_faster or not tokens):
             return linear(input, weight, bias)
         if not 0 < tokens < self.fewest:
             return _product(input, self.packed, bias)
