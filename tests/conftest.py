@@ -28,21 +28,6 @@ hypothesis.settings.load_profile("tests")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def packed_weights():
-    """With `HF_SSD_PACK_WEIGHTS=1` in the environment, whole suites run with all weights packed."""
-    with pytest.MonkeyPatch.context() as patch:
-        if os.environ.get("HF_SSD_PACK_WEIGHTS") == "1":
-            check = hf_ssd.SSDConfig.__post_init__
-
-            def packing(self):
-                self.pack_weights = True if self.pack_weights == "auto" else self.pack_weights
-                check(self)
-
-            patch.setattr(hf_ssd.SSDConfig, "__post_init__", packing)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
 def one_thread():
     torch.set_num_threads(1)
 

@@ -20,7 +20,7 @@ class Attached:
     hooks: list[int] = field(default_factory=list)  # ids, global ones too; torch never gives an id to a second hook
     forwards: list[weakref.ref] = field(default_factory=list)  # in the place of a module's `forward`
     adapters: set[tuple] = field(default_factory=set)  # active names, whether disabled, merged names
-    has_own_forward: bool = False  # that is not of torch.compile or accelerate
+    has_own_forward: bool = False  # that does not compute the same as the module's class
 
     @property
     def may_depend_on_rows(self) -> bool:
@@ -68,15 +68,15 @@ def hooks_of(module: nn.Module) -> Iterator[tuple[int, Callable]]:
 
 
 def forward_of(module: nn.Module) -> Callable | None:
-    """Returns the function in place of a module's `forward`, but `None` for those of torch.compile and accelerate."""
+    """Returns the function in place of a module's `forward`, but `None` for one that computes the same."""
     own = vars(module)
     for name in ("forward", "_old_forward", "_original_forward"):  # accelerate keeps the forward that it wraps
         forward = own.get(name)
         if forward is None or hasattr(forward, "_torchdynamo_orig_callable"):
             continue
         function = getattr(forward, "func", getattr(forward, "__func__", forward))
-        # Those of torch.compile and accelerate compute the same as the module's class.
-        if function is not type(module).forward and not str(function.__module__).startswith("accelerate."):
+        # Those of torch.compile, accelerate and packed weights compute the same as the module's class.
+        if function is not type(module).forward and not str(function.__module__).startswith(("accelerate.", "hf_ssd.")):
             return forward
     return None
 

@@ -112,22 +112,29 @@ def _stale(found: "dict[nn.Linear, PackedWeight | None]") -> list[nn.Linear]:
 
 
 def own(model: PreTrainedModel) -> None:
-    """Says that nothing but our passes uses a model, as in a worker that loaded it, so that it keeps no second copy."""
+    """Says that nobody reads a model's weights, as in a worker that loaded it, so that it keeps no second copy."""
     _owned.add(model)
 
 
 @torch.no_grad()
 def _keep_packed_alone(model: PreTrainedModel, forwards: dict[nn.Linear, PackedWeight]) -> None:
     """
-    Gives up the weights that are packed, except those that other modules use, such as an embedding. A pass shows
-    whether the model reads a weight by itself: it would read NaN. Then the model keeps its weights.
+    Gives up the weights that are packed, except those that other modules use, such as an embedding, and those that a
+    pass over a text leaves out, such as a vision tower's. Passes that are not ours compute packed, too. A second pass
+    shows whether the model reads a weight by itself: it would read NaN. Then the model keeps its weights.
     """
     users = Counter(id(one) for module in model.modules() for one in module._parameters.values())
-    layers = {layer: forward for layer, forward in forwards.items() if users[id(layer.weight)] == 1}
-    kept = [layer.weight.data for layer in layers]
     tokens = torch.arange(FOR_TOKENS, device=model.device)[None] % model.get_input_embeddings().weight.shape[0]
-    view, _ = view_of(model, forwards=forwards)
+    called = set()
+
+    def noticed(layer: nn.Linear) -> Callable:
+        return lambda input: called.add(layer) or forwards[layer](input)
+
+    view, _ = view_of(model, forwards={layer: noticed(layer) for layer in forwards})
     expected = view(input_ids=tokens, use_cache=False).logits
+    layers = {layer: forward for layer, forward in forwards.items() if users[id(layer.weight)] == 1 and layer in called}
+    kept = [layer.weight.data for layer in layers]
+    view, _ = view_of(model, forwards=forwards)
     is_sound = False
     try:
         for layer, forward in layers.items():
@@ -138,7 +145,7 @@ def _keep_packed_alone(model: PreTrainedModel, forwards: dict[nn.Linear, PackedW
     finally:  # also after Ctrl-C in a chat
         for (layer, forward), weight in zip(layers.items(), kept):
             if is_sound:
-                forward.sample = None
+                forward.sample, layer.forward = None, forward
             else:
                 layer.weight.data, forward.is_alone = weight, False
 

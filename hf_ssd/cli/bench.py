@@ -10,8 +10,8 @@ reported.
 """
 
 import argparse
-import contextlib
 import dataclasses
+import functools
 import importlib.util
 import json
 import os
@@ -68,7 +68,8 @@ def run(args: argparse.Namespace) -> int:
     print(doctor.in_words(doctor.examine(found)), flush=True)
     target, draft = found.load()
     batches = prompts.batches_for(target, found.target.tokenizer, texts, args.batch_size, args.prompt_length)
-    compare(args, target, draft, batches, found.tokenizers)
+    launch = functools.partial(found.launch_draft, owns_target=False)  # whose plain generate() is measured
+    compare(args, target, draft, batches, found.tokenizers, launch)
     return 0
 
 
@@ -83,11 +84,16 @@ def check_pictures(args: argparse.Namespace) -> None:
             raise ValueError(f"Nothing can be written to {folder}: {error.strerror}.") from error
 
 
-def compare(args: argparse.Namespace, target, draft, batches: list[dict], tokenizers: dict | None = None) -> None:
-    """Measures all methods with batches of inputs in turn, prints tables, and writes the files that are asked for."""
+def compare(
+    args: argparse.Namespace, target, draft, batches: list[dict], tokenizers: dict | None = None, launch=None
+) -> None:
+    """
+    Measures all methods with batches of inputs in turn, prints tables, and writes the files that are asked for.
+    `launch` starts the worker, if the draft has a name by which it can load it.
+    """
     cores, tables = cores_for(args, target, draft), {}
-    launched = contextlib.nullcontext() if draft is None else hf_ssd.launch_draft(draft, cores=cores, target=target)
-    with launched as assistant:
+    launch = launch or functools.partial(hf_ssd.launch_draft, draft)
+    with launch(target=target, cores=cores) as assistant:
         bench = Bench(args, target, draft, assistant, batches, tokenizers)
         views = {"the target on one device each": False}
         if cores is not None and not args.one_table:

@@ -19,9 +19,7 @@ from transformers import DynamicCache, TextStreamer, set_seed
 
 import hf_ssd
 
-from ..cache import packed
 from ..cache.cache_name import CACHE
-from ..drafting.heads.loading import OF_TARGET
 from . import doctor, models, terminal
 from .options import add_answers, at_least
 
@@ -171,8 +169,6 @@ def run(args: argparse.Namespace) -> int:
     set_seed(args.seed)
     target = hf_ssd.enable(found.target.load())
     with found.launch_draft(target) as assistant:
-        if found.config.drafter not in OF_TARGET and getattr(assistant, "weights", None) is None:
-            packed.own(target)  # all passes are ours, and no head shares modules with it
         chat = Chat(args, target, assistant, tokenizer, found.config, found.tokenizers)
         print("Type a message, or /help.")
         while True:

@@ -14,7 +14,6 @@ measured, because the seconds are too few or the answers end at once. --json pri
 """
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import os
@@ -116,11 +115,9 @@ def measure(args: argparse.Namespace, found: models.Models, texts: list[str], kn
     target, draft = found.load()
     batches = prompts.batches_for(target, found.target.tokenizer, texts)
     work = argparse.Namespace(**{**vars(args), **WORK})
-    launched = contextlib.nullcontext()
     if draft is not None:
         tell("starting the draft's worker")
-        launched = hf_ssd.launch_draft(draft, device=found.draft.device, num_threads=found.draft_threads, target=target)
-    with launched as assistant:
+    with found.launch_draft(target, owns_target=False) as assistant:  # whose plain generate() is measured
         bench = Bench(work, target, draft, assistant, batches, found.tokenizers)
         methods = bench.methods(cores=None, all_devices=True)
         methods.pop(f"{ASSISTED}, default", None)  # a head has no such methods

@@ -16,10 +16,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPI
 import hf_ssd
 
 from .. import devices
+from ..cache import packed
 from ..config import WITHOUT_DRAFT, could_be_hub_id
 from ..distributed.assistant import DraftAssistant
-from ..distributed.cores import available_cores, pin
-from ..drafting.heads.loading import head_for
+from ..distributed.cores import CoreShare, available_cores, pin
+from ..drafting.heads.loading import OF_TARGET, head_for
 from ..gguf_files import config_of, gguf_place
 from . import pair
 from .options import settings
@@ -151,13 +152,22 @@ class Models:
         dtype = None if self.draft.dtype == "auto" else getattr(torch, self.draft.dtype)
         return target, head_for(self.draft.name, target, dtype) or self.draft.load()
 
-    def launch_draft(self, target: PreTrainedModel) -> contextlib.AbstractContextManager[DraftAssistant | None]:
-        """Starts the draft's worker, if there is a draft, and returns it. Only the worker loads it."""
-        if self.draft is None:
-            return contextlib.nullcontext()
-        options = {"device": self.draft.device, "dtype": self.draft.dtype, "num_threads": self.draft_threads}
-        self.draft.fetch()
-        return hf_ssd.launch_draft(self.draft.name, target=target, **options, **self.draft.files)
+    def launch_draft(
+        self, target: PreTrainedModel, owns_target: bool = True, cores: CoreShare | None = None
+    ) -> contextlib.AbstractContextManager[DraftAssistant | None]:
+        """
+        Starts the draft's worker, if there is a draft, and returns it. Only the worker loads it. With `owns_target`,
+        the target gives up the weights that it packs, unless a head shares modules with it.
+        """
+        assistant = contextlib.nullcontext()
+        if self.draft is not None:
+            options = {"device": self.draft.device, "dtype": self.draft.dtype, "cores": cores}
+            options["num_threads"] = self.draft_threads if cores is None else None
+            self.draft.fetch()
+            assistant = hf_ssd.launch_draft(self.draft.name, target=target, **options, **self.draft.files)
+        if owns_target and self.config.drafter not in OF_TARGET and getattr(assistant, "weights", None) is None:
+            packed.own(target)
+        return assistant
 
 
 def chosen(args: argparse.Namespace, needs_draft: bool = True) -> Models:

@@ -17,17 +17,28 @@ from torch.nn.utils import parametrize
 import hf_ssd
 from hf_ssd import devices
 from hf_ssd.cache import packed
+from hf_ssd.cache.attached import attached_to
 from hf_ssd.cache.cached_model import CachedModel
 from hf_ssd.cache.packed import packed_forwards
 from hf_ssd.cache.ragged import RaggedCache
 
 from ..helpers.heads import tiny_head
+from ..helpers.packing import PACKS
 from ..helpers.tiny import VOCAB, padded_batch, speculated, tiny_draft, tiny_model
 
 EXACT = {"atol": 1e-4, "rtol": 1e-4}
 LAYERS = 3 * 7 + 1  # of a tiny model
 TOKENS = torch.arange(2, 8)[None]
-SUITES = ("test_greedy.py", "test_sampled.py", "test_families.py", "test_against_plain.py")
+QUICK, ALL = "not slow", "slow or not slow"
+SUITES = {  # and the tests of each; all of the families or of the calls against plain generation take half an hour
+    "conformance/test_greedy.py": ALL,
+    "conformance/test_sampled.py": ALL,
+    "conformance/test_families.py": QUICK,
+    "conformance/test_against_plain.py": QUICK,
+    "conformance/test_hybrids.py": QUICK,
+    "generation/test_one_model_for_all.py": QUICK,
+    "test_matrix.py::test_greedy_tokens_are_those_of_plain_generate": QUICK,
+}
 
 
 @pytest.fixture
@@ -107,6 +118,7 @@ NOT_PACKED = {
     "a forward": with_a_forward,
     "another kind of weight": lambda layer: with_weight(layer, layer.weight.detach().as_subclass(Quantized)),
     "no versions": without_versions,
+    "another device": lambda layer: layer.to("meta"),
     "compiled alone": lambda layer: layer.compile(backend="eager"),
 }
 
@@ -317,14 +329,22 @@ def test_a_model_that_was_passed_is_packed_where_memory_holds_the_copy_twice(sma
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_a_model_of_its_own_keeps_no_second_copy(is_tied, products):
     model = tiny_model(tie_word_embeddings=is_tied)
-    expected = logits(model, False)
+    model.tower = nn.Linear(32, 32)  # which texts do not use
+    expected, plain = logits(model, False), model.generate(TOKENS, max_new_tokens=12, do_sample=False)
     packed.own(model)
     for pack_weights in (True, True, False):  # weights that were given up stay packed
         torch.testing.assert_close(logits(model, pack_weights), expected, **EXACT)
     alone = [layer for layer in model.modules() if type(layer) is nn.Linear and layer.weight.isnan().all()]
     assert len(alone) == LAYERS - is_tied and len(products) >= 3 * LAYERS
     assert all(layer.weight.untyped_storage().nbytes() == 4 for layer in alone)
-    assert model.lm_head.weight.shape == (VOCAB, 32)
+    assert model.lm_head.weight.shape == (VOCAB, 32) and model.tower.weight.isfinite().all()
+    assert not attached_to(model).has_own_forward
+    products.clear()
+    torch.testing.assert_close(model(TOKENS).logits, expected, **EXACT)  # by passes that are not ours
+    assert torch.equal(model.generate(TOKENS, max_new_tokens=12, do_sample=False), plain)
+    assert len(products) >= 13 * len(alone)
+    for layer in alone:
+        assert layer(torch.zeros(2, 0, layer.in_features)).shape == (2, 0, layer.out_features)
 
 
 @pytest.mark.parametrize("is_interrupted", [False, True])
@@ -390,12 +410,11 @@ def test_a_worker_that_loaded_its_draft_keeps_packed_weights_alone(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(PACKS, reason="these suites run packed")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("suite", SUITES)
-def test_the_conformance_suites_hold_with_packed_weights(suite):
-    is_long = suite in ("test_families.py", "test_against_plain.py")  # all of either take half an hour
-    which = "not slow" if is_long else "slow or not slow"
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", f"tests/conformance/{suite}", "-m", which]
+def test_suites_hold_with_packed_weights(suite):
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", f"tests/{suite}", "-m", SUITES[suite]]
     options = {"capture_output": True, "text": True, "timeout": 850}
     done = subprocess.run(command, env={**os.environ, "HF_SSD_PACK_WEIGHTS": "1"}, **options)
     assert done.returncode == 0, done.stdout[-2000:]

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, MambaConfig, T5Config
 
 from hf_ssd import SSDConfig
+from hf_ssd.cache import packed
 from hf_ssd.cli import check, doctor, pair
 from hf_ssd.cli.check import colored
 from hf_ssd.cli.main import main
@@ -84,6 +85,16 @@ def test_a_pair_that_only_we_take_is_measured_all_the_same(command, error, monke
     monkeypatch.setattr(Bench, "run", run_ours)
     assert main(command) in (0, 1)
     assert "assisted generation does not take this pair" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [["check", *QUICK], BENCH], ids=["check", "bench"])
+def test_only_the_worker_loads_its_draft_and_the_target_keeps_its_weights(command, monkeypatch):
+    seen = []
+    monkeypatch.setattr(packed, "own", lambda model: pytest.fail("plain generate() is to be measured"))
+    monkeypatch.setattr(Bench, "run", lambda bench, *_: seen.append(bench.assistant) or sys.exit())
+    with pytest.raises(SystemExit):
+        main(command)
+    assert [(one.path, one.weights) for one in seen] == [(pair.folder("draft"), None)]
 
 
 def test_an_eagle3_head_is_measured_beside_its_target(capsys):

@@ -9,6 +9,7 @@ import torch
 from huggingface_hub.utils import filter_repo_objects
 
 import hf_ssd
+from hf_ssd.cache import packed
 from hf_ssd.cli import models, pair
 from hf_ssd.cli.main import COMMANDS, build_parser, main
 from hf_ssd.distributed.cores import available_cores, pin
@@ -93,8 +94,15 @@ def test_every_command_takes_what_generate_and_from_pretrained_take(command, mon
     assert found.draft == models.Model("DRAFT", cpu, "auto", draft, "TOKENS", None)
     assert found.config == hf_ssd.SSDConfig(drafter="parallel", lookahead=3, budget=7, verification="coupled")
     monkeypatch.setattr(hf_ssd, "launch_draft", lambda *name, **options: given.append((*name, options)))
-    found.launch_draft(None)
-    assert given == [("DRAFT", {"device": cpu, "dtype": "auto", "num_threads": 1, "target": None, **draft})]
+    monkeypatch.setattr(packed, "own", given.append)
+    found.launch_draft("OWNED")
+    found.launch_draft("KEPT", owns_target=False, cores="CORES")
+    draft |= {"device": cpu, "dtype": "auto"}
+    assert given == [
+        ("DRAFT", {"num_threads": 1, "cores": None, "target": "OWNED", **draft}),
+        "OWNED",
+        ("DRAFT", {"num_threads": None, "cores": "CORES", "target": "KEPT", **draft}),
+    ]
 
 
 def test_a_draft_of_the_hub_is_downloaded_where_bars_are_seen(monkeypatch, tmp_path):

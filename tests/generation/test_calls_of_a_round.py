@@ -28,7 +28,7 @@ def rounds():
         code = frame.f_code
         if event != "call" or not code.co_filename.startswith(str(PACKAGE)) or code.co_name.startswith("<"):
             return
-        if code.co_name in (*POLLS, *OF_EACH_LAYER) or code.co_filename.endswith("attention.py"):
+        if code.co_name in (*POLLS, *OF_EACH_LAYER) or code.co_filename.endswith(("attention.py", "packed.py")):
             return
         if code.co_name == "decide":
             counted.append(Counter())

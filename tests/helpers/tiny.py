@@ -15,6 +15,8 @@ from transformers import (
 import hf_ssd
 from hf_ssd.distributed.assistant import DraftAssistant, Turn
 
+from . import packing  # noqa: F401
+
 VOCAB = 97
 SIZES = {
     "vocab_size": VOCAB,

@@ -1,12 +1,16 @@
 """What the options of `hf-ssd serve`, and a draft with another tokenizer, change for its clients."""
 
+import dataclasses
 import json
 
 import openai
 import pytest
 import requests
+from transformers import AutoModelForCausalLM
 
 import hf_ssd
+from hf_ssd.cache import packed
+from hf_ssd.cli.models import Model
 
 from ..helpers import vocabularies
 from ..helpers.servers import LONG, PROMPT, ServerThread
@@ -57,6 +61,31 @@ def test_decisions_know_every_name_of_the_model(tiny_server, limited):
         said.append(limited.post("/v1/systemone", json.dumps(asked).encode(), authorization="Bearer secret"))
     assert said[0] == said[1] == said[2] and "one model" not in str(said[0])
     assert said[3][0] == 400 and "one model, small; the request names other" in said[3][1]["error"]["message"]
+
+
+def test_a_server_keeps_no_second_copy_of_packed_weights_and_compares_with_plain(tiny_folder, assistant, monkeypatch):
+    def owned(model, load=Model.load_for_requests):
+        found = load(model)
+        packed.own(found[0])
+        return found
+
+    monkeypatch.setattr(Model, "load_for_requests", owned)
+    config, plain = dataclasses.replace(PLAN, pack_weights=True), AutoModelForCausalLM.from_pretrained(tiny_folder)
+    server = ServerThread(tiny_folder, assistant, config)
+    try:
+        texts, body = [], {"prompt": PROMPT, "max_new_tokens": COUNT}
+        for draft in (True, False):
+            lines = requests.post(server.url + "/live", json={**body, "draft": draft}, timeout=20).text.split("\n\n")
+            events = [json.loads(line.removeprefix("data: ")) for line in lines if line]
+            texts.append("".join(text for event in events for text, _ in event.get("tokens", ())))
+        answer = server.complete(PROMPT, COUNT).choices[0].text
+        assert server.figures()["accepted_total"] > 0
+    finally:
+        server.stop()
+    assert server.loaded_model.lm_head.weight.isnan().all()
+    ids = server.processor(PROMPT, return_tensors="pt").input_ids
+    tokens = plain.generate(ids, max_new_tokens=COUNT, do_sample=False)[0, ids.shape[1] :]
+    assert answer == server.processor.decode(tokens, skip_special_tokens=True) and texts[0] == texts[1] != ""
 
 
 # ---------------------------------------------------------------- a draft with another tokenizer
