@@ -1,5 +1,8 @@
-"""A model that others use during a call: threads, a second target with the same draft, an interrupt."""
+"""A model that others use during a call: threads, tasks, a target with the same draft, an interrupt, a processor."""
 
+import asyncio
+import contextlib
+import functools
 import random
 import signal
 import threading
@@ -8,10 +11,15 @@ import pytest
 import torch
 
 import hf_ssd
+from hf_ssd.generation import target as of_calls
+from hf_ssd.generation.target import Features
+from hf_ssd.rounds import AHEAD, IN_TURN
 
-from ..helpers.tiny import tiny_draft, tiny_model
+from ..helpers import comparing
+from ..helpers.heads import expected_features, knows, tiny_head
+from ..helpers.tiny import padded_batch, tiny_draft, tiny_model
 
-IN_TURN = {"lookahead": 3, "asynchronous": False}
+SETTINGS = {"lookahead": 3, "asynchronous": False}
 OPTIONS = {"max_new_tokens": 12, "do_sample": False}
 
 
@@ -24,7 +32,7 @@ def test_threads_that_share_models_get_the_tokens_of_plain_decoding(calls, assis
     """One target in five ways, and another one with the same draft."""
     (target, other), draft, failed, speculated = (hf_ssd.enable(tiny_model()) for _ in range(2)), tiny_draft(), [], []
     expected = [target.generate(prompt(number), **OPTIONS) for number in range(5)]
-    in_turn = {"assistant_model": draft, "ssd_config": hf_ssd.SSDConfig(**IN_TURN)}
+    in_turn = {"assistant_model": draft, "ssd_config": hf_ssd.SSDConfig(**SETTINGS)}
     kinds = {
         "in turn": in_turn,
         "ahead": {"assistant_model": assistant, "ssd_config": hf_ssd.SSDConfig(lookahead=3)},
@@ -55,13 +63,40 @@ def test_threads_that_share_models_get_the_tokens_of_plain_decoding(calls, assis
     assert target.config._attn_implementation == draft.config._attn_implementation == "sdpa"
 
 
+def test_tasks_in_threads_of_asyncio():
+    target, options = hf_ssd.enable(tiny_model()), {**OPTIONS, "return_dict_in_generate": True}
+    options |= {"assistant_model": tiny_draft(), "ssd_config": hf_ssd.SSDConfig(**SETTINGS)}
+
+    async def calls():
+        return await asyncio.gather(*(asyncio.to_thread(target.generate, prompt(i), **options) for i in range(24)))
+
+    for number, output in enumerate(asyncio.run(calls())):
+        assert torch.equal(output.sequences, target.generate(prompt(number), **OPTIONS))
+        assert output.ssd_stats.draft_failure is None and output.ssd_stats.tokens_per_round > 1
+
+
+def test_no_config_of_target_or_draft_is_written(monkeypatch):
+    """So nothing is to be restored, and another thread never sees a value that is meant for our passes."""
+    target, draft = hf_ssd.enable(tiny_model()), tiny_draft()
+    own, write = (id(target.config), id(draft.config)), type(target.config).__setattr__
+
+    def guarded(self, name, value):
+        assert id(self) not in own, f"{name} of the user's config is written"
+        write(self, name, value)
+
+    monkeypatch.setattr(type(target.config), "__setattr__", guarded)
+    for _ in range(2):
+        output = comparing.generate(target, draft, {"input_ids": prompt(0)})
+        assert output.ssd_stats.tokens_per_round > 1
+
+
 class Interrupt(Exception):
     pass
 
 
 def test_an_interrupt_at_any_moment_leaves_the_model_as_it_was():
     target, draft = hf_ssd.enable(tiny_model()), tiny_draft()
-    ssd = {"assistant_model": draft, "ssd_config": hf_ssd.SSDConfig(**IN_TURN)}
+    ssd = {"assistant_model": draft, "ssd_config": hf_ssd.SSDConfig(**SETTINGS)}
     expected = target.generate(prompt(0), **OPTIONS, **ssd)
     parts = [*target.modules(), *draft.modules(), target.config, draft.config]
     before = [dict(vars(part)) for part in parts]
@@ -85,3 +120,36 @@ def test_an_interrupt_at_any_moment_leaves_the_model_as_it_was():
         signal.signal(signal.SIGALRM, handler)
     assert interrupted > 5
     assert torch.equal(target.generate(prompt(0), **OPTIONS, **ssd), expected)
+
+
+@pytest.mark.parametrize("asynchronous", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("tokens, is_call", [(1, False), (6, False), (6, True)])
+def test_passes_of_a_processor_are_not_taken_for_those_of_the_call(tokens, is_call, rows, asynchronous, monkeypatch):
+    """The processor changes nothing, but runs the target on tokens of its own, as contrastive methods and judges do."""
+    target, seen, add = hf_ssd.enable(tiny_model()), [], Features.add
+    head, inputs, own = tiny_head(target), padded_batch(rows), torch.arange(2, 2 + tokens).repeat(rows, 1)
+    plain = target.generate(**inputs, **comparing.GREEDY).sequences
+    kept = torch.nn.functional.pad(inputs["attention_mask"], (0, 30), value=1).bool()
+    texts = [row[mask] for row, mask in zip(plain, kept)]
+    if not asynchronous:
+        knows(monkeypatch, [text.tolist() for text in texts])
+    run = functools.partial(target.generate, own, max_new_tokens=3) if is_call else functools.partial(target, own)
+    monkeypatch.setattr(Features, "add", lambda self, states, k: seen.append(self) or add(self, states, k))
+    with hf_ssd.launch_draft(head, num_threads=1) if asynchronous else contextlib.nullcontext(head) as draft:
+        processor = [lambda ids, scores: (scores, run())[0]]
+        output = comparing.generate(target, draft, inputs, {"on_draft_failure": "raise"}, logits_processor=processor)
+    stats = output.ssd_stats
+    assert torch.equal(output.sequences, plain) and {*stats.column("mode")} == {AHEAD if asynchronous else IN_TURN}
+    assert asynchronous or stats.tokens_per_round > 1.3
+    for states, text, length in zip(seen[-1].values, texts, seen[-1].lengths):
+        assert length > len(text) - 9
+        torch.testing.assert_close(states[:length], expected_features(target, text)[:length], atol=1e-4, rtol=1e-4)
+
+
+def test_states_that_are_captured_in_all_passes_are_noticed(monkeypatch):
+    """The mutant: hooks are those of the user's modules, so passes of a processor are captured too."""
+    view = of_calls.view_for_passes
+    monkeypatch.setattr(of_calls, "view_for_passes", lambda model, hooked, packed: view(model, (), packed))
+    with pytest.raises((AssertionError, hf_ssd.DraftError)):
+        test_passes_of_a_processor_are_not_taken_for_those_of_the_call(6, False, 2, False, monkeypatch)
