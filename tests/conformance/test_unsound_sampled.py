@@ -59,12 +59,28 @@ def found(measure, models, calls=8, rows=ROWS, options=None, ends=False, **setti
 VALUES = {"NaN": torch.nan, "infinite": torch.inf}
 # lookahead, value of the embedding, whether texts end with its token, and calls
 CASES = [(1, "NaN", True, 8), (2, "infinite", False, 20), (3, "NaN", True, 12), (4, "infinite", True, 8)]
+OTHERS = [(1, "infinite", False, 20), (2, "NaN", True, 20), (3, "infinite", False, 20), (4, "NaN", False, 20)]
+CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS]
 
 
 @pytest.mark.parametrize("lookahead, value, ends, calls", CASES)
 def test_strings_have_the_targets_distribution(lookahead, value, ends, calls, fed_again):
     assert found(p_value, pair(VALUES[value], ends), lookahead=lookahead, ends=ends, calls=calls) > 1e-3
     assert fed_again.count(0) > 8 and (lookahead == 1 or fed_again.count(lookahead - 1) > 2)
+
+
+@pytest.fixture(scope="module")
+def worker():
+    with hf_ssd.launch_draft(pair()[2], num_threads=1) as assistant:
+        yield assistant
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lookahead, value, ends, calls", CASES)
+def test_strings_have_the_targets_distribution_with_a_worker(worker, lookahead, value, ends, calls, fed_again):
+    models, settings = (*pair(VALUES[value], ends)[:2], worker), {"lookahead": lookahead, "asynchronous": True}
+    assert found(p_value, models, ends=ends, calls=calls, **settings) > 1e-3
+    assert fed_again.count(0) > 6
 
 
 MANY = {"lookahead": 2, "ends": True, "calls": 40}
