@@ -1,5 +1,6 @@
 """Other releases of transformers and torch than the tested ones, and none of the calls that releases warn of."""
 
+import contextlib
 import importlib.metadata
 import sys
 import warnings
@@ -12,9 +13,13 @@ from transformers.utils import logging
 import hf_ssd
 from hf_ssd import versions
 from hf_ssd.cache.cache_name import CACHE
+from hf_ssd.distributed.assistant import DraftAssistant
 from hf_ssd.generation.checks import check_generation
+from hf_ssd.rounds import AHEAD, IN_TURN
 
+from . import matrix
 from .helpers import comparing
+from .helpers.thread_worker import ThreadWorker
 from .helpers.tiny import padded_batch, tiny_model
 
 REQUIRED = ["torch>=2.11,<2.15", "transformers>=5.17,<5.25", "tqdm>=4.60", 'transformers[serving]; extra == "serve"']
@@ -126,13 +131,31 @@ def deprecations(caught):
     return [str(one.message) for one in caught if issubclass(one.category, (FutureWarning, DeprecationWarning))]
 
 
-def test_calls_use_nothing_that_is_deprecated(draft, caplog, monkeypatch):
+@pytest.fixture
+def no_deprecations(caplog, monkeypatch):
+    """Raises where something is used that is deprecated."""
     monkeypatch.setattr(logging.get_logger("transformers"), "propagate", True)
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
         warnings.simplefilter("error", DeprecationWarning)
-        plain_calls(draft)
+        yield
     assert not [record.getMessage() for record in caplog.records if "deprecated" in record.getMessage()]
+
+
+def test_calls_use_nothing_that_is_deprecated(draft, no_deprecations):
+    plain_calls(draft)
+
+
+@pytest.mark.parametrize("name", ["llama", "hybrid", "no draft"])
+def test_calls_with_a_worker_or_ngrams_use_nothing_that_is_deprecated(name, no_deprecations):
+    """The worker is a thread, whose warnings are errors too."""
+    pair, inputs = matrix.PAIRS[name], padded_batch(2)
+    inputs["input_ids"] %= pair.vocabulary
+    config = {} if pair.draft else {"drafter": "ngram", "budget": "auto"}
+    launched = DraftAssistant([ThreadWorker(pair.draft())]) if pair.draft else contextlib.nullcontext()
+    with launched as worker:
+        output = generate(hf_ssd.enable(pair.target()), worker, inputs, of_config=config)
+    assert {*output.ssd_stats.column("mode")} == {AHEAD if pair.draft else IN_TURN}
 
 
 def test_the_older_name_of_a_cache_is_taken_where_transformers_takes_it(draft):
