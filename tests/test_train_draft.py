@@ -71,9 +71,11 @@ def write_for(seconds, folder, new_tokens=30):
 
 
 def test_writing_ends_within_a_batch_and_goes_on_with_the_time_that_is_left(tmp_path, monkeypatch):
-    now = iter(range(10**6))
+    now, shown = iter(range(10**6)), set()
     monkeypatch.setattr(own_texts.time, "perf_counter", lambda: next(now))  # a second passes at each look
+    monkeypatch.setattr(own_texts.tqdm, "refresh", lambda bar, **_: shown.add(bar.n))
     texts, _ = write_for(20, tmp_path)
+    assert len(list(tmp_path.glob("*.pt"))) == 2 and len(shown) > 5  # the bar moves within batches
     assert all(0 < len(text["p"]) < 30 for text in texts)  # cut, and used
     assert sum(torch.load(path)["seconds"] for path in tmp_path.glob("*.pt")) < 40
     more, _ = write_for(200, tmp_path)
@@ -288,6 +290,13 @@ def test_without_minutes_the_program_measures_and_leaves_nothing(tmp_path, monke
     assert not list(tmp_path.iterdir())
     said = re.search(r"about ([\d.e+,]+) tokens/s. Learning: about ([\d.e+,-]+) s a step", capsys.readouterr().err)
     assert all(float(rate.replace(",", "")) > 0 for rate in said.groups())
+
+
+def test_prompts_are_asked_for(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train_draft.py", "TARGET", "--output", "DRAFT"])
+    with pytest.raises(SystemExit, match="2"):
+        train_draft.main()
+    assert "the arguments --prompts --repository-prompts is required" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- the program
