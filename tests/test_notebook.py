@@ -25,6 +25,15 @@ def test_the_notebook_runs(monkeypatch):
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 1
 
 
+@pytest.mark.slow
+def test_measuring_ends_by_the_clock(capsys):
+    code = [cell.source for cell in nbformat.read(NOTEBOOK, as_version=4).cells if cell.cell_type == "code"]
+    names = {}
+    for source in code[:3]:
+        exec(source.replace("began > 30:", "began > 0:"), names)
+    assert len(names["ratios"]) == 1 and "SSD was unsteady" in capsys.readouterr().out
+
+
 def test_the_notebook_is_kept_without_outputs():
     code = [cell for cell in nbformat.read(NOTEBOOK, as_version=4).cells if cell.cell_type == "code"]
     assert len(code) > 5 and not any(cell.outputs or cell.execution_count for cell in code)
