@@ -40,6 +40,14 @@ def test_a_chat_with_files_on_both_sides(files, monkeypatch, capsys):
     assert float(re.search(r"acceptance ([\d.]+)\]", capsys.readouterr().out)[1]) > 0.3
 
 
+def test_a_bench_of_files(files, tmp_path, capsys):
+    words = ["--max-new-tokens", "12", "--repeats", "1", "--in-turn-lookaheads", "3", "--assistant-tokens", "3"]
+    words += ["--lookahead", "3", "--budget", "6", "--one-table", "--output", str(tmp_path)]
+    assert main(["bench", files["target"], files["draft"], *words]) == 0, capsys.readouterr().err
+    (rows,) = json.loads((tmp_path / "benchmark.json").read_text())["tables"].values()
+    assert len(rows) == 4 and all(row["same tokens"] for row in rows) and rows[-1]["acceptance"] > 0.3
+
+
 def test_a_check_names_the_files_as_the_user_does(files, capsys):
     code = main(["check", files["target"], files["alone"], "--json", "--repeats", "1", "--max-new-tokens", "16"])
     found = json.loads(capsys.readouterr().out)
