@@ -169,6 +169,7 @@ def is_text(token: bytes) -> bool:
     return token.decode(errors="replace").encode() == token
 
 
+@pytest.mark.slow
 def test_a_tokenizer_of_mistral_common_is_read_through_decode():
     mistral_common = pytest.importorskip("mistral_common")
     from transformers.tokenization_mistral_common import MistralCommonBackend
