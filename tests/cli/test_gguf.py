@@ -45,7 +45,8 @@ def test_a_bench_of_files(files, tmp_path, capsys):
     words += ["--lookahead", "3", "--budget", "6", "--one-table", "--output", str(tmp_path)]
     assert main(["bench", files["target"], files["draft"], *words]) == 0, capsys.readouterr().err
     (rows,) = json.loads((tmp_path / "benchmark.json").read_text())["tables"].values()
-    assert len(rows) == 4 and all(row["same tokens"] for row in rows) and rows[-1]["acceptance"] > 0.3
+    assert all(row["same tokens"] for row in rows)
+    assert rows[-1]["method"] == "SSD" and rows[-1]["acceptance"] > 0.3
 
 
 def test_a_check_names_the_files_as_the_user_does(files, capsys):
