@@ -141,7 +141,7 @@ class RoundRecord:
         return self.lookahead if length < 0 else min(length, self.lookahead)
 
     def is_early(self, row: int) -> bool:
-        """Whether the row has taken early tokens in the place of drafted ones, not because its outcome was missed."""
+        """Whether the row has taken early tokens in the place of drafted tokens, not because its outcome was missed."""
         return self.early > 0 and self.sources[row] == EARLY
 
     @property

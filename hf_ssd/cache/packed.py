@@ -45,7 +45,7 @@ class Verdict(NamedTuple):
     """The result of a trial of a packed weight."""
 
     is_faster: tuple[bool, ...]  # than torch's own product, for as many tokens as in `TRIED`
-    # Tokens of a product. Fewer ones are padded, where a product with one takes longer than with five.
+    # Tokens of a product. Fewer are padded, where a product with one token takes longer than with five.
     fewest: int
 
 
@@ -101,7 +101,7 @@ def packed_forwards(model: PreTrainedModel, pack_weights: bool | str) -> dict[nn
 
 
 def _stale(found: "dict[nn.Linear, PackedWeight | None]") -> list[nn.Linear]:
-    """Returns the layers whose weight is not packed, or is not the one that was packed."""
+    """Returns the layers whose weight is not packed, or has changed since."""
     stale = [layer for layer, packed in found.items() if packed is None or packed.state != _state(layer.weight)]
     gone = set(stale)
     rest = {layer: packed for layer, packed in found.items() if layer not in gone}

@@ -29,7 +29,7 @@ class RecurrentDraft(RecurrentModel):
 
     def feed(self, verified: list[int], count: int, wanted: int) -> torch.Tensor:
         """
-        Feeds each row its tokens up to `count` tokens after its verified ones, and keeps the states after each token
+        Feeds each row its tokens up to `count` tokens after its verified tokens, and keeps the states after each token
         from the last verified one on. Returns the raw logits of the last `wanted` tokens, at most `count + 1`.
         """
         # 1. Start from the last states that all rows have at the same distance from their last verified token.

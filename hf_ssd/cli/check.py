@@ -133,7 +133,7 @@ def measure(args: argparse.Namespace, found: models.Models, texts: list[str], kn
         # 2. How much more fits.
         if not plain.speed:
             raise NotMeasured()
-        # The first answer with SSD also packs weights and tries the pair; the next ones are no slower than plain.
+        # The first answer with SSD also packs weights and tries the pair; the next answers are no slower than plain.
         spent, of = time.perf_counter() - start, (plain, len(methods), wanted, args.repeats)
         schedule, asked = schedule_for(args.seconds - spent, *of), seconds_asked(spent, *of)
         whole = f"a check of this pair takes about {max(1, round(asked / 60))} min: --seconds {asked}"

@@ -13,7 +13,7 @@ MARGIN = 1.25  # the seconds that are asked for, over those that are expected
 
 @dataclass(frozen=True)
 class Schedule:
-    """The calls of a check after its first ones."""
+    """The later calls of a check."""
 
     tokens: int  # of an answer
     turns: int  # prompts that each method answers

@@ -104,7 +104,7 @@ class EarlyRates:
         self.share, self.acceptance = Average(0.5, 2.0), Acceptance(memory)
 
     def observe(self, given: int, gained: int) -> None:
-        """Learns how many of the tokens that a row gained are early ones, bonus token included, 0 without any."""
+        """Learns how many early tokens a row gained, bonus token included, 0 without any."""
         self.share.observe(given > 0)
         self.acceptance.observe(given - 1, gained)
 
@@ -120,7 +120,7 @@ class HitRates:
         self.misses_over_expected = Average(1.0, 8.0, memory=0.97)
 
     def observe(self, before: RoundRecord, now: RoundRecord, acceptance) -> None:
-        """Learns from the rows of a round whose outcomes were drafted ones; `acceptance` gives rates by lookahead."""
+        """Learns from the rows of a round whose outcomes were drafted; `acceptance` gives rates by lookahead."""
         drafted = [row for row in before.live if before.sources[row] not in BY_TARGET]
         for row in drafted:
             is_rejection = before.accepted[row] < before.proposed(row)

@@ -69,7 +69,7 @@ class Head(PreTrainedModel, GenerationMixin):
 
     @abstractmethod
     def read(self, inputs: torch.Tensor, position_ids, attention_mask, cache, logits_to_keep) -> torch.Tensor:
-        """Returns the states after `inputs`, or after the last ones of them, as many as `logits_to_keep` needs."""
+        """Returns the states after `inputs`, or after the last of them, as many as `logits_to_keep` needs."""
 
     def states_of(self, tokens: torch.LongTensor) -> torch.Tensor:
         """Returns states for tokens that are read alone, as the trial of a model feeds them."""
