@@ -32,6 +32,10 @@ logger = logging.get_logger(__name__)
 States = tuple[list[torch.Tensor], int]
 
 
+class NoState(RuntimeError):
+    """Raised for a model with recurrent layers whose cache does not get their states."""
+
+
 class RecurrentRaggedLayer(RaggedLayer, LinearAttentionLayer):
     """A layer that has attention and states."""
 
@@ -141,7 +145,7 @@ class RecurrentModel(CachedModel):
         if tokens is None:
             left, columns = cache.current_states(), cache.get_seq_length()
             if not left:
-                raise RuntimeError("it keeps no recurrent state in its cache")
+                raise NoState("it keeps no recurrent state in its cache")
             self.tokens = RowStore(torch.zeros(len(left[0]), columns, dtype=torch.long, device=self.device))
             self.states = [{columns: (left, row)} for row in range(len(left[0]))]
         else:
@@ -235,7 +239,7 @@ class RecurrentModel(CachedModel):
         logits = super().extend(self.tokens.at(columns), at, from_host(logits_to_keep, self.device))
         left = self.cache.current_states()
         if not left:
-            raise RuntimeError("it keeps no recurrent state in its cache")
+            raise NoState("it keeps no recurrent state in its cache")
         for place, row in enumerate(rows):
             if at[row] + count <= ends[row]:
                 self.states[row][at[row] + count] = left, place

@@ -24,7 +24,7 @@ from .readings import (
     logits_of_plain_generation,
     texts_for,
 )
-from .recurrent import WORTH_A_PASS
+from .recurrent import WORTH_A_PASS, NoState
 from .support import (
     FLOAT32_TOLERANCE,
     LOW_PRECISION_TOLERANCE,
@@ -105,7 +105,7 @@ def _try(model: PreTrainedModel, drafts: bool, attached: Attached, drafted: int,
         with LowPrecision() as low_precision:
             beside, masked = (logits[: texts.compared] for logits in read(model, texts))
     except (TypeError, RuntimeError, ValueError, LookupError, AttributeError, AssertionError) as error:
-        if is_plain and is_recurrent and drafts:  # its state is not in its cache
+        if is_plain and isinstance(error, NoState):
             raise ValueError(forgets) from error
         if is_plain:
             raise ValueError(f"{name} does not take a 4D attention mask and position ids: {error!r}.") from error

@@ -66,7 +66,7 @@ plbart                     no_positions   own_mask
 prophetnet                 no_positions   no_mask
 qwen4_exp                  indexed        indexed
 qwen4_exp_text             indexed        indexed
-recurrent_gemma            no_mask        forgets
+recurrent_gemma            forgets        forgets
 reformer                   own_cache      own_cache
 roformer                   no_positions   own_mask
 rwkv                       own_cache      own_cache
