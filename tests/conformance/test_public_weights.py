@@ -132,11 +132,12 @@ def test_check_measures_the_pair(real_folders, tmp_path, capsys):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": QUESTION["content"]}) + "\n")
     words = "--json --seconds 120 --max-new-tokens 12 --repeats 1 --prompts"
-    assert (
-        main(["check", str(real_folders["smollm2"]), str(real_folders["smollm2"]), *words.split(), str(prompts)]) == 1
-    )
+    folder = str(real_folders["smollm2"])
+    code = main(["check", folder, folder, *words.split(), str(prompts)])
     found = json.loads(capsys.readouterr().out)
-    assert found["acceptance"] > 0.9 and found["failure"] is None and found["verdict"].startswith("no: ")
+    assert found["acceptance"] > 0.9 and found["failure"] is None
+    # A draft as large as its target pays at most by its packed weights.
+    assert found["verdict"].startswith(["yes", "no: "][code]) and (found["over_plain"] or 0) < 2
     assert found["target"]["parameters"] == 134_515_008
 
 
