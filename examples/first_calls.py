@@ -32,6 +32,7 @@ import hf_ssd
 from hf_ssd.distributed.cores import use_cores
 
 CALLS, PROMPT_LENGTH, ASSISTANT_TOKENS = 3, 32, (3, 5, 8)
+LONGEST = 3600  # seconds of a process
 
 
 def has_matrix_units() -> bool:
@@ -106,9 +107,8 @@ def processes(folder: str, said: str, dtype: str, args) -> dict:
     command += ["--dtype", dtype, *(["--pair", folder] if args.pair else [])]
     runs = []
     for process in tqdm(range(args.processes), desc=said, unit="process"):
-        done = subprocess.run(
-            [*command, "--seed", str(args.seed + process)], capture_output=True, text=True, check=True
-        )
+        seeded = [*command, "--seed", str(args.seed + process)]
+        done = subprocess.run(seeded, capture_output=True, text=True, check=True, timeout=LONGEST)
         runs.append(json.loads(done.stdout.splitlines()[-1]))
     ratios = compare(runs)
     shown = ", ".join(f"{ratio:.3f} {name}" for name, ratio in ratios.items())

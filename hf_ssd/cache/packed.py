@@ -145,7 +145,8 @@ def _keep_packed_alone(model: PreTrainedModel, forwards: dict[nn.Linear, PackedW
     finally:  # also after Ctrl-C in a chat
         for (layer, forward), weight in zip(layers.items(), kept):
             if is_sound:
-                forward.sample, layer.forward = None, forward
+                forward.sample = None
+                layer.forward = forward
             else:
                 layer.weight.data, forward.is_alone = weight, False
 
