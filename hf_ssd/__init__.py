@@ -11,6 +11,7 @@ if TYPE_CHECKING:  # for readers of the source; at run time `__getattr__` import
     from .distributed.launch import close, launch_draft
     from .distributed.sessions import DraftError
     from .generation.api import SSDGenerationMixin, disable, enable, generate
+    from .generation.continuous import ContinuousBatching, continuous_batching
     from .generation.streaming import BatchStreamer, RoundStreamer
     from .rounds import RoundRecord
     from .stats import SSDDecoderOnlyOutput, SSDStats
@@ -18,8 +19,9 @@ if TYPE_CHECKING:  # for readers of the source; at run time `__getattr__` import
 __version__ = "0.1.0"
 
 __all__ = [
-    "BatchStreamer", "DraftAssistant", "DraftError", "RoundRecord", "RoundStreamer", "SSDConfig",
-    "SSDDecoderOnlyOutput", "SSDGenerationMixin", "SSDStats", "close", "disable", "enable", "generate", "launch_draft",
+    "BatchStreamer", "ContinuousBatching", "DraftAssistant", "DraftError", "RoundRecord", "RoundStreamer",
+    "SSDConfig", "SSDDecoderOnlyOutput", "SSDGenerationMixin", "SSDStats", "close", "continuous_batching",
+    "disable", "enable", "generate", "launch_draft",
 ]  # fmt: skip
 
 _NAMES = {
@@ -27,6 +29,7 @@ _NAMES = {
     ".distributed.assistant": ("DraftAssistant",),
     ".distributed.launch": ("close", "launch_draft"),
     ".distributed.sessions": ("DraftError",),
+    ".generation.continuous": ("ContinuousBatching", "continuous_batching"),
     ".generation.api": ("SSDGenerationMixin", "disable", "enable", "generate"),
     ".generation.streaming": ("BatchStreamer", "RoundStreamer"),
     ".rounds": ("RoundRecord",),

@@ -65,6 +65,21 @@ class RaggedLayer(DynamicLayer):
             self._reserve(width + 1)  # never all columns: torch.compile treats a view of the whole differently
             self.window = self._view(width, rows)
 
+    def take_row(self, place: int, theirs: "RaggedLayer", rows: int) -> None:
+        """Copies the only row of another layer to a place of this one, which has room for this many rows."""
+        if theirs.indexer is not None:
+            self.indexer = self.indexer or RaggedLayer()
+            self.indexer.take_row(place, theirs.indexer, rows)
+        if not theirs.is_initialized:
+            return
+        if not self.is_initialized:
+            self.lazy_initialization(*(one.expand(rows, -1, -1, -1) for one in (theirs.keys, theirs.values)))
+        self.width = max(self.width, theirs.width)
+        self._reserve(self.width)
+        for storage, states in ((self.keys, theirs.keys), (self.values, theirs.values)):
+            storage[place] = 0
+            storage[place, :, : theirs.width] = states[0, :, : theirs.width]
+
     def move_rows(self, places: list[int], rows: list[int]) -> None:
         """Copies the rows that stand at the places `rows` to the places `places`."""
         places, rows = from_host(places, self.device), from_host(rows, self.device)
@@ -153,6 +168,23 @@ class RaggedCache(DynamicCache):
             self._arrange(before, sorted(before))
             self.rows, self.left_out = None, []
             self._reopen()
+
+    def have_free_rows(self, count: int) -> None:
+        """Lets an empty cache have this many rows, all of which are left out until they are taken."""
+        self.rows, self.left_out = [], list(range(count))
+
+    def take_row(self, row: int, theirs: "RaggedCache") -> None:
+        """
+        Gives a row that is left out the columns of the only row of another cache, and lets it take part in the forward
+        passes. The contents of the rows that are left out are lost.
+        """
+        if row in self.left_out:
+            place = self.left_out.index(row)
+            self.left_out[place] = self.left_out[0]
+            self.rows, self.left_out = [*self.rows, row], self.left_out[1:]
+        for index, layer in enumerate(theirs.layers):
+            self._layer(index).take_row(self.rows.index(row), layer, len(self.rows) + len(self.left_out))
+        self._reopen()
 
     def _arrange(self, before: list[int], order: list[int]) -> None:
         """Moves rows from the order `before` into the order `order`."""

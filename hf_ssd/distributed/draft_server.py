@@ -3,7 +3,7 @@
 import traceback
 
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from ..drafting.draft_info import DraftInfo
 from ..drafting.drafts import Drafts
@@ -56,6 +56,8 @@ class DraftServer:
         match message.kind:
             case Kind.START:
                 self._start(message)
+            case Kind.JOIN if is_of_call:
+                self._join(message)
             case Kind.OUTCOME if is_of_call:
                 self._answer(message)
             case Kind.SPECULATION if is_of_call:
@@ -94,6 +96,15 @@ class DraftServer:
         self.cores.divide(True)
 
     # ---------------------------------------------------------------- in a call
+
+    def _join(self, message: Message) -> None:
+        """Keeps the next tokens of a row until its outcome has been answered."""
+        wire.expect(message, Kind.JOIN, self.session, self.round)
+        rows, vocab_size = len(self.speculator.finished), self.speculator.drafter.vocab_size
+        row, start, tokens, settings, seed = wire.read_join(message.payload, rows, vocab_size)
+        settings = None if settings is None else GenerationConfig.from_dict(settings)
+        self.speculator.join(row, start, tokens, settings, seed)
+        self.channel.expect()
 
     def _answer(self, message: Message) -> None:
         outcome, plan = wire.read_outcome(message.payload, len(self.speculator.finished))

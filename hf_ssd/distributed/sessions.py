@@ -67,17 +67,12 @@ class SessionRequest:
 
     def to_dict(self) -> dict:
         """Returns everything as [`~wire.pack`] can send it, except a translation, which is `KEPT`."""
-        # Values under names with an underscore are tensors that transformers derives anew on each side.
-        known = vars(GenerationConfig()).keys() - {*NOT_FOR_THE_DRAFT}  # attributes of the user's own can be anything
-        settings = {k: v for k, v in vars(self.generation_config).items() if k in known and not k.startswith("_")}
-        if isinstance(settings.get("sequence_bias"), dict):  # transformers also accepts pairs, which JSON can hold
-            settings["sequence_bias"] = [[list(tokens), bias] for tokens, bias in settings["sequence_bias"].items()]
         config = self.config
         if not isinstance(config.fallback, str):  # all proposers in the target's process are one to the draft
             config = dataclasses.replace(config, fallback=RANDOM)
         return {
             "ssd_config": config.to_dict(),
-            "generation_config": settings,
+            "generation_config": settings_of(self.generation_config),
             "prompts": [prompt.tolist() for prompt in self.prompts],
             "translation": None if self.translation is None else KEPT,
             "plan": wire.write_fields(PLAN, self.plan),
@@ -106,11 +101,21 @@ class SessionRequest:
             translation = None
         elif translation is None or len(translation.pieces) != vocab_size:
             raise ProtocolError(f"a call translates {vocab_size} tokens, and no such translation has come")
-        if type(prompts) is not list or not prompts or not all(prompts):
+        if type(prompts) is not list or not prompts or any(prompts) != all(prompts):  # rows that join later have none
             raise ProtocolError(f"a call cannot have the prompts {prompts!r:.100}")
         rows = wire.read_tokens(prompts, len(prompts), MOST_TOKENS, vocab_size)
-        prompts = [torch.tensor(row) for row in rows]
+        prompts = [torch.tensor(row, dtype=torch.long) for row in rows]
         return cls(config, generation_config, prompts, translation=translation, plan=plan, **numbers)
+
+
+def settings_of(generation_config: GenerationConfig) -> dict:
+    """Returns the settings that affect proposals as JSON can hold them."""
+    # Values under names with an underscore are tensors that transformers derives anew on each side.
+    known = vars(GenerationConfig()).keys() - {*NOT_FOR_THE_DRAFT}  # attributes of the user's own can be anything
+    settings = {k: v for k, v in vars(generation_config).items() if k in known and not k.startswith("_")}
+    if isinstance(settings.get("sequence_bias"), dict):  # transformers also accepts pairs, which JSON can hold
+        settings["sequence_bias"] = [[list(tokens), bias] for tokens, bias in settings["sequence_bias"].items()]
+    return settings
 
 
 class DraftSession:
@@ -121,6 +126,10 @@ class DraftSession:
 
     - `send_outcome(outcome, plan)` says which tokens were decided since the last answer, and how to answer and prepare
       now. The outcome of round 0 is the first token after the prompt.
+    - `join(row, start, tokens, options, seed)`, before an outcome and only if the prompts of the request are empty,
+      gives the tokens of a row after its first `start` tokens. With its `options`, which come with its last tokens, the
+      row takes part in the next verification, without tokens from the draft. Afterwards it has outcomes like other
+      rows. When it has ended, another row may join in its place.
     - `receive_speculation()` returns the next speculation, without probabilities. Rows that the target's process
       proposes for have no tokens. If the plan names a proposer there, rows that missed have none either: their source
       is `NOTHING`, and `send_proposals(tokens, sources)` must follow, which says what is verified.
@@ -146,6 +155,10 @@ class WorkerSession(DraftSession):
             worker.translation, values["translation"] = request.translation, request.translation.to_tensor()
         worker.channel.send(Message(Kind.START, number, payload=values))
 
+    def join(self, row: int, start: int, tokens: list[int], options: GenerationConfig | None, seed: int) -> None:
+        settings = None if options is None else settings_of(options)
+        self._send(Kind.JOIN, [row, start, tokens, settings, seed], ahead=1)
+
     def send_outcome(self, outcome: Outcome, plan: Plan) -> None:
         self.round += 1
         takes_our_cores = plan.mode == IN_TURN and self.worker.worker_info.get("takes_cores")
@@ -161,9 +174,9 @@ class WorkerSession(DraftSession):
         told = Speculation(tokens, None, RoundRecord(lookahead=width, sources=sources))
         self._send(Kind.SPECULATION, wire.write_speculation(told))
 
-    def _send(self, kind: Kind, payload: list[int], announced: Message | None = None) -> None:
+    def _send(self, kind: Kind, payload: list, announced: Message | None = None, ahead: int = 0) -> None:
         self.is_reusable = False  # until the message is sent: an interrupt may leave half of it
-        self.worker.channel.send(Message(kind, self.number, self.round, payload, announces=announced))
+        self.worker.channel.send(Message(kind, self.number, self.round + ahead, payload, announces=announced))
         if announced is not None:
             self.worker.channel.send_announced(announced.payload)
         self.is_reusable = True
@@ -230,8 +243,11 @@ class LocalSession(DraftSession):
     def __init__(self, model: PreTrainedModel, request: SessionRequest):
         with _as_draft_error():
             self.speculator = _drafts.setdefault(model, Drafts()).speculator(model, request)
-            self.speculator.plan = request.plan
+            self.speculator.plan, self.joining = request.plan, []
             self.speculator.begin()
+
+    def join(self, row: int, start: int, tokens: list[int], options: GenerationConfig | None, seed: int) -> None:
+        self.joining.append((row, start, tokens, options, seed))
 
     def send_outcome(self, outcome: Outcome, plan: Plan) -> None:
         self.told = outcome, plan
@@ -240,6 +256,8 @@ class LocalSession(DraftSession):
         with _as_draft_error():
             self.speculator.prepare(self.speculator.plan)
             self.answer = self.speculator.complete(self.speculator.look_up(*self.told))
+            while self.joining:
+                self.speculator.join(*self.joining.pop(0))
             return self.answer
 
     def send_proposals(self, tokens: list[list[int]], sources: list[str]) -> None:

@@ -19,7 +19,7 @@ import torch
 from ..config import LONGEST_LOOKAHEAD
 from ..rounds import MODES, SOURCES, Outcome, Plan, RoundRecord, Speculation
 
-MAGIC, VERSION = 0x6866_5F73_7364, 25  # "hf_ssd"
+MAGIC, VERSION = 0x6866_5F73_7364, 26  # "hf_ssd"
 HEADER = struct.Struct("9q")  # magic, version, kind, session, round, bytes of JSON; the announced kind, type, length
 FRAME_LENGTH = 1024  # bytes
 TENSOR_TYPES = (torch.int32, torch.float32, torch.bfloat16, torch.float16)
@@ -37,6 +37,7 @@ class Kind(IntEnum):
     ERROR = 8  # draft -> target: an exception with its traceback
     VALUES = 9  # rank 0 of the target -> its other ranks
     PROOF = 10  # both ways, before other messages: a nonce, then a proof that the sender knows the shared secret
+    JOIN = 11  # target -> draft, before OUTCOME: the next tokens of a row that joins, and with the last its settings
 
 
 class ProtocolError(RuntimeError):
@@ -217,6 +218,17 @@ def read_outcome(values, rows: int) -> tuple[Outcome, Plan]:
     plan, proposed, tokens = read_list(values, 3, "an outcome")
     proposed = None if proposed is None else read_tokens(proposed, rows, LONGEST_LOOKAHEAD)
     return Outcome(read_tokens(tokens, rows, LARGEST_PAYLOAD), proposed), read_plan(plan)
+
+
+def read_join(values, rows: int, vocab_size: int) -> tuple[int, int, list[int], dict | None, int]:
+    """Returns the row, how many of its tokens came before, its next tokens, settings with the last ones, and seed."""
+    row, start, tokens, settings, seed = read_list(values, 5, "a row that joins")
+    (tokens,) = read_tokens([tokens], 1, LARGEST_PAYLOAD, vocab_size)
+    if not isinstance(settings, dict | None):
+        raise ProtocolError(f"{settings!r:.100} cannot be the settings of a row")
+    read_numbers([row], 1, 0, rows - 1)
+    read_numbers([start, seed], 2, 0, 2**31 - 1)
+    return row, start, tokens, settings, seed
 
 
 def write_speculation(speculation: Speculation) -> list:

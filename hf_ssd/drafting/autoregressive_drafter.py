@@ -17,7 +17,8 @@ class AutoregressiveDrafter(Drafter):
         self.branches: Branches | None = None  # those that were grown for the next outcome
 
     def begin(self):
-        self._know(0)
+        if self.prefix.rows:
+            self._know(0)
 
     def grow(self, accepted, bonus, plan):
         prefix, tokens = self.prefix, from_host(bonus, self.device)
@@ -54,6 +55,11 @@ class AutoregressiveDrafter(Drafter):
     def forget_speculation(self):
         super().forget_speculation()
         self.known = [outputs[:, :1] for outputs in self.known[:1]]  # after the last verified token
+
+    def read(self, row, start, tokens, options, seed):
+        super().read(row, start, tokens, options, seed)
+        if options is not None:
+            self.known = []  # nothing after the tokens of this row
 
     def complete(self, ready, width, plan):
         prefix, done, passes = self.prefix, Completion(self, ready, width), 0

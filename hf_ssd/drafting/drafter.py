@@ -1,8 +1,9 @@
 """The interface of drafters, which propose tokens, and the parts that they share."""
 
 import dataclasses
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.nn.functional import pad
@@ -53,7 +54,9 @@ class Drafter(ABC):
         self.vocabulary = self.prefix.vocabulary
         self.vocab_size = self.vocabulary.size  # of the target; all code outside the draft model uses its tokens
         longest = prompt_length or max(self.prefix.lengths)
-        self.sampler = DraftSampler(model, config, generation_config, longest, seed, self.vocab_size, num_workers)
+        self._sampler = functools.partial(DraftSampler, model, config)
+        self.sampler = self._sampler(generation_config, longest, seed, self.vocab_size, num_workers)
+        self.samplers = [self.sampler] * len(prompts)  # of each row
         self.uses_q = config.uses_q(generation_config.do_sample)
         self.possible = self.vocabulary.common  # how many tokens the draft can propose
         # The speculation (batch_size, lookahead) that is being verified.
@@ -67,7 +70,7 @@ class Drafter(ABC):
         """Ranks `count` bonus tokens after each accepted count of the speculation that is being verified."""
         logits = self._logits(self._outputs(from_fallback))
         scores = self._process(logits, self.prefix.ends() + torch.arange(logits.shape[1]))
-        noise = self.sampler.bonus_noise([length - 1 for length in self.prefix.lengths], logits.shape[1])
+        noise = self._bonus_noise(scores)
         return OutcomeCandidates.of(scores, logits, self.drafted, from_fallback, count, self.possible, noise)
 
     @abstractmethod
@@ -87,7 +90,20 @@ class Drafter(ABC):
         """
         self.prefix.decoder.leave_out([not of_row for of_row in tokens])
         self.prefix.grow(tokens, kept)
-        self.sampler.forget_before([length - 1 for length in self.prefix.lengths])
+        for sampler in {*self.samplers}:
+            sampler.forget_before([length - 1 for length in self.prefix.lengths])
+
+    def read(self, row: int, start: int, tokens: list[int], options: GenerationConfig | None, seed: int) -> None:
+        """
+        Reads the next tokens of a row that joins, which begins to take part in the passes with the settings that come
+        with its last tokens. [`~Drafter.take_speculation`] must follow then.
+        """
+        self.prefix.read(row, start, tokens, options is not None)
+        if options is not None:
+            place = self.vocab_size, self.sampler.num_workers, row
+            sampler = self._sampler(options, self.prefix.lengths[row], seed, *place)
+            self.samplers[row] = sampler if sampler.noise or sampler.processors else self.sampler  # all greedy ones
+            self.forget_speculation()
 
     @abstractmethod
     def complete(self, ready: Speculation, width: int, plan: Plan) -> tuple[Speculation, int]:
@@ -119,9 +135,41 @@ class Drafter(ABC):
     def _process(self, logits: torch.Tensor, lengths: torch.LongTensor) -> torch.Tensor:
         """Applies the warpers to logits `(batch_size, N, vocab_size)` after `lengths` `(batch_size, N)` tokens."""
         histories = None
-        if self.sampler.need_history:
+        if any(sampler.need_history for sampler in self.samplers):
             histories = self.prefix.ids.values[:, None].expand(-1, lengths.shape[1], -1)
-        return self.sampler.process(logits, histories, lengths)
+        rows = list(range(len(logits)))
+        return self._each(rows, lambda sampler, _, *of_rows: (sampler.process(*of_rows),), logits, histories, lengths)[
+            0
+        ]
+
+    def _bonus_noise(self, scores: torch.Tensor) -> torch.Tensor | None:
+        """Returns the noise of bonus tokens after all positions, 1 for rows that are drawn without noise."""
+        starts = [length - 1 for length in self.prefix.lengths]
+        if all(sampler.noise is None for sampler in self.samplers):
+            return None
+
+        def noise(sampler: DraftSampler, rows: list[int], scores: torch.Tensor):
+            found = sampler.bonus_noise(rows, starts, scores.shape[1])
+            return (torch.ones_like(scores) if found is None and len({*self.samplers}) > 1 else found,)
+
+        return self._each(list(range(len(scores))), noise, scores)[0]
+
+    def _each(self, rows: list[int], step: Callable, *of_rows: torch.Tensor | None) -> tuple:
+        """
+        Returns the tensors that `step(sampler, rows, *of_rows)` returns, taken for the rows of each sampler. `of_rows`
+        have an element for each of the rows, and so have the results.
+        """
+        groups: dict[DraftSampler, list[int]] = {}
+        for place, row in enumerate(rows):
+            groups.setdefault(self.samplers[row], []).append(place)
+        if len(groups) == 1:
+            return step(self.samplers[rows[0]], rows, *of_rows)
+        parts = []
+        for sampler, places in groups.items():
+            of_group = [None if one is None else one[places] for one in of_rows]
+            parts.append(step(sampler, [rows[place] for place in places], *of_group))
+        order = from_host([place for places in groups.values() for place in places], self.device).argsort()
+        return tuple(None if one[0] is None else torch.cat(one)[order] for one in zip(*parts))
 
     def _to_host(self, tokens: torch.LongTensor, probabilities: torch.FloatTensor | None) -> tuple[list, list | None]:
         """
@@ -138,10 +186,15 @@ class Drafter(ABC):
         that are computed. For `lengths` and `histories` see [`DraftSampler.process`], for the results
         [`DraftSampler.draw`].
         """
-        sampler, decoder = self.sampler, self.prefix.decoder
-        scores = sampler.process(*map(decoder.computed, (logits, histories, lengths)))
-        noise = None if sampler.noise is None else sampler.noise.gather(self.prefix.rows, starts, depth)
-        tokens, probabilities = sampler.draw(scores, noise, depth, plan)
+        decoder = self.prefix.decoder
+
+        def drawn(sampler: DraftSampler, rows: list[int], logits, histories, lengths):
+            scores = sampler.process(logits, histories, lengths)
+            noise = None if sampler.noise is None else sampler.noise.gather(rows, starts, depth)
+            return sampler.draw(scores, noise, depth, plan)
+
+        computed = map(decoder.computed, (logits, histories, lengths))
+        tokens, probabilities = self._each(self.prefix.rows, drawn, *computed)
         return decoder.of_all_rows(tokens), None if probabilities is None else decoder.of_all_rows(probabilities)
 
     def _histories(self, count: int, behind: int) -> torch.LongTensor | None:
@@ -149,7 +202,7 @@ class Drafter(ABC):
         Returns the verified tokens `(batch_size, count, columns)` for `count` branches of each row, with room for
         `behind` more tokens; `None` if no warper reads them.
         """
-        if not self.sampler.need_history:
+        if not any(sampler.need_history for sampler in self.samplers):
             return None
         ids = self.prefix.ids.values
         return pad(ids, (0, behind))[:, None].repeat(1, count, 1)

@@ -29,7 +29,8 @@ class ParallelDrafter(Drafter):
         self.grown: torch.Tensor | None = None  # the same for all branches
 
     def begin(self):
-        self._know(self.prefix.feed(0, wanted=1))
+        if self.prefix.rows:
+            self._know(self.prefix.feed(0, wanted=1))
 
     def _outputs(self, from_fallback):
         lookahead = self.drafted.shape[1]
@@ -63,6 +64,10 @@ class ParallelDrafter(Drafter):
             index = from_host([max(0, branch) for branch in branches], self.device)
             self.marginals = self.grown[torch.arange(len(tokens), device=self.device), index]
         self.grown = None
+
+    def read(self, row, start, tokens, options, seed):
+        super().read(row, start, tokens, options, seed)
+        self.is_known[row] = False
 
     def complete(self, ready, width, plan):
         prefix, done = self.prefix, Completion(self, ready, width)

@@ -41,17 +41,19 @@ class SpeculationNoise:
     is a later one.
     """
 
-    def __init__(self, noise: Noise, device: torch.device):
-        self.noise, self.device = noise, device
+    def __init__(self, noise: Noise, device: torch.device, first_row: int = 0):
+        self.noise, self.device, self.first_row = noise, device, first_row  # the row whose noise is that of row 0
         self.known: dict[tuple[int, int, int, int], torch.Tensor] = {}
 
     def gather(self, rows: list[int], starts: list[list[int]], depth: int) -> torch.Tensor:
         """Returns the noise of shape `(len(rows), count, vocab_size)` for `count` starts of each of these rows."""
-        return self._at([[(DRAFTED, row, start, depth) for start in starts[row]] for row in rows])
+        first = self.first_row
+        return self._at([[(DRAFTED, row - first, start, depth) for start in starts[row]] for row in rows])
 
-    def of_bonus(self, starts: list[int], counts: int) -> torch.Tensor:
-        """Returns the noise `(batch_size, counts, vocab_size)` of bonus tokens after accepted counts of all rows."""
-        return self._at([[(BONUS, row, start, depth) for depth in range(counts)] for row, start in enumerate(starts)])
+    def of_bonus(self, rows: list[int], starts: list[int], counts: int) -> torch.Tensor:
+        """Returns the noise `(len(rows), counts, vocab_size)` of bonus tokens after accepted counts of these rows."""
+        first = self.first_row
+        return self._at([[(BONUS, row - first, starts[row], depth) for depth in range(counts)] for row in rows])
 
     def _at(self, of_rows: list[list[tuple]]) -> torch.Tensor:
         wanted = [self.noise.drawn_at(*place) for of_row in of_rows for place in of_row]
@@ -63,7 +65,8 @@ class SpeculationNoise:
 
     def forget_before(self, starts: list[int]) -> None:
         """Drops the noise of speculations that start before the given position of each row."""
-        self.known = {place: found for place, found in self.known.items() if place[2] >= starts[place[1]]}
+        first = self.first_row
+        self.known = {place: found for place, found in self.known.items() if place[2] >= starts[place[1] + first]}
 
 
 def draw(probabilities: torch.Tensor, noise: torch.Tensor) -> torch.LongTensor:
@@ -87,6 +90,7 @@ class DraftSampler:
         seed: int,
         vocab_size: int,
         num_workers: int = 1,
+        first_row: int = 0,
     ):
         self.config, self.num_workers, self.vocab_size = config, num_workers, vocab_size
         self.processors = draft_processors(model, generation_config, prompt_length)
@@ -95,7 +99,7 @@ class DraftSampler:
         self.noise = None
         if generation_config.do_sample:
             noise = Noise(seed, vocab_size, config.verification == COUPLED)
-            self.noise = SpeculationNoise(noise, devices.of_model(model))
+            self.noise = SpeculationNoise(noise, devices.of_model(model), first_row)
 
     def process(self, scores: torch.Tensor, histories: torch.LongTensor | None, lengths: torch.LongTensor):
         """
@@ -108,15 +112,15 @@ class DraftSampler:
         histories = histories.flatten(0, 1) if self.need_history else None
         return process_branches(self.processors, flat, histories, lengths.flatten()).view_as(scores)
 
-    def bonus_noise(self, starts: list[int], counts: int) -> torch.Tensor | None:
+    def bonus_noise(self, rows: list[int], starts: list[int], counts: int) -> torch.Tensor | None:
         """
-        Returns the noise `(batch_size, counts, vocab_size)` with which the target draws the bonus token after each
-        accepted count of speculations with these `starts`. `None` if it draws none, and in Saguaro sampling, which
-        makes bonus tokens likely by q alone.
+        Returns the noise `(len(rows), counts, vocab_size)` with which the target draws the bonus token of these rows
+        after each accepted count of speculations that begin at `starts`, which all rows have. `None` if it draws none,
+        and in Saguaro sampling, which makes bonus tokens likely by q alone.
         """
         if self.noise is None or self.config.saguaro_c != 1:
             return None
-        return self.noise.of_bonus(starts, counts)
+        return self.noise.of_bonus(rows, starts, counts)
 
     def draw(self, scores: torch.Tensor, noise: torch.Tensor | None, depth: int, plan: Plan):
         """

@@ -11,10 +11,12 @@ import time
 from collections.abc import Callable
 
 import torch
+from transformers import GenerationConfig
 
 from ..config import SSDConfig
 from ..rounds import (
     BY_TARGET,
+    CUSTOM,
     EARLY,
     NOTHING,
     PLAIN,
@@ -67,10 +69,18 @@ class Speculator:
         self.proposed: list[list[int]] = [[] for _ in self.finished]  # of each row, by the target's process
         self.waits = False  # for the tokens of rows that have missed
         self.has_drafted_beside = False  # while it waits, with other tokens in the place of these
+        self.joining: list[tuple] = []  # tokens of rows that join, which are read before the next preparation
 
     def begin(self) -> None:
         """Reads the prompts, while the target does the same."""
         self.drafter.begin()
+
+    def join(self, row: int, start: int, tokens: list[int], options: GenerationConfig | None, seed: int) -> None:
+        """
+        Takes in the next tokens of a row that joins, which may be read before the next preparation. Its settings come
+        with its last tokens.
+        """
+        self.joining.append((row, start, tokens, options, seed))
 
     # ---------------------------------------------------------------- ahead of time
 
@@ -78,9 +88,10 @@ class Speculator:
         """Drafts the next speculation for the likely outcomes of the current one, until the outcome arrives."""
         start, self.plan, self.preparing = time.perf_counter(), plan, RoundRecord()
         self.catch_up()
+        self._read_joining()
         # The shape has learned from all rounds but the last at each choice, whether there was time to spare or not.
         self._learn(keep=1)
-        if plan.budget:
+        if plan.budget and self.drafter.prefix.rows:
             # 1. Choose the outcomes.
             accepted, bonus = self._choose(plan)
             self.prepared = SpeculationCache(accepted, bonus)
@@ -100,6 +111,14 @@ class Speculator:
             self.preparing.grow_seconds = since(start)
         if not outcome_arrived():
             self._learn()
+
+    def _read_joining(self) -> None:
+        for row, start, tokens, options, seed in self.joining:
+            self.drafter.read(row, start, tokens, options, seed)
+            if options is not None:  # the target verifies the padding of this row's speculation
+                self.finished[row], self.sources[row] = False, CUSTOM
+                self.drafter.take_speculation(self.verified)
+        self.joining.clear()
 
     def _choose(self, plan: Plan) -> tuple[list[list[int]], list[list[int]]]:
         """Returns the outcomes to prepare. See [`OutcomeCandidates.outcomes`]."""

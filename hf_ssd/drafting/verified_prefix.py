@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from .. import devices
 from ..cache.branches import Branches, extend_with_branches
 from ..cache.cached_model import CachedModel
+from ..cache.joining import JoiningRow
 from ..cache.passes import cached_model
 from ..cache.ragged import RaggedCache
 from ..cache.row_store import RowStore
@@ -31,7 +32,7 @@ class VerifiedPrefix:
     def __init__(
         self,
         model: PreTrainedModel,
-        prompts: list[torch.LongTensor],  # at least one token each
+        prompts: list[torch.LongTensor],  # at least one token each, or none at all for rows that join later
         column_limit: int | None,
         earlier: "VerifiedPrefix | None" = None,  # of the previous call, whose cache is used if this call continues it
         vocabulary: Vocabulary | None = None,  # if the target has another one than the draft
@@ -59,6 +60,11 @@ class VerifiedPrefix:
         if earlier is not None and continues is None:
             earlier.decoder.close()
         self.decoder = self._decoder(model, continues, column_limit=column_limit, **options)
+        self.joining: dict[int, JoiningRow] = {}  # rows whose text is being read
+        self.rows_join = not any(self.lengths)
+        if self.rows_join:
+            self.decoder.cache.have_free_rows(len(prompts))
+            self._free(list(range(len(prompts))))
 
     def _decoder(self, model: PreTrainedModel, continues: "VerifiedPrefix | None", **options) -> CachedModel:
         cache = RaggedCache() if continues is None else continues.decoder.cache
@@ -79,6 +85,40 @@ class VerifiedPrefix:
     def adopt(self, branches: Branches, chosen: list[int]) -> torch.Tensor | None:
         """Takes in each row's chosen branch, if branches can be taken in, and returns raw logits after its tokens."""
         return None
+
+    # ---------------------------------------------------------------- rows that join
+
+    def read(self, row: int, start: int, tokens: list[int], is_all: bool) -> None:
+        """
+        Reads the next tokens of a row that joins in the place of one that is left out. With `is_all` it then takes part
+        in the passes.
+        """
+        if start == 0:
+            self.joining[row], self.lengths[row], self.columns[row] = JoiningRow(self.decoder), 0, 0
+            self.fed[row] = 0
+        new, reader = from_host(tokens, self.device), self.joining[row]
+        for store, text, end in (
+            (self.ids, new, self.lengths),
+            (self.inputs, self.vocabulary.encode(new), self.columns),
+        ):
+            store.reserve(end[row] + len(text))
+            store.values[row, end[row] : end[row] + len(text)] = text
+            end[row] += len(text)
+        if is_all and not self.columns[row]:
+            self.columns[row] = 1  # the draft has no tokens for this text; it gets some token
+        unread = self.inputs.values[row, reader.length : self.columns[row]]
+        reader.read(unread[:-1] if is_all else unread)
+        if is_all:
+            reader.join(row)
+            del self.joining[row]
+            self.fed[row] = reader.length
+
+    def _free(self, rows: list[int]) -> None:
+        """Forgets the texts of rows that are left out, so that passes need not make room for them."""
+        for row in rows:
+            self.fed[row], self.lengths[row], self.columns[row] = 0, 1, 1
+
+    # ---------------------------------------------------------------- a round
 
     def _texts(self, prompts: list[torch.LongTensor]) -> list[torch.LongTensor]:
         """Returns the draft's tokens of each prompt."""
@@ -113,6 +153,8 @@ class VerifiedPrefix:
         self.write(from_host(padded(tokens, max(map(len, tokens))), self.device))
         self.fed = [min(fed, n + max(0, k)) for fed, n, k in zip(self.fed, self.columns, kept)]
         self._take_in(list(map(len, tokens)))
+        if self.rows_join:
+            self._free([row for row, new in enumerate(tokens) if not new and row not in self.joining])
 
     def read_target(self, states: torch.Tensor | Callable[[int, int], torch.Tensor] | None) -> None:
         """Takes in the `states` of an outcome, after [`~VerifiedPrefix.grow`]. Only heads do."""

@@ -45,6 +45,8 @@ class Decider:
         self.scores = StepRecord(sequences) if self.wants_scores else None
         self.logits = StepRecord(sequences, torch.float32) if wants_logits else None
         constrained, unknown = has_constraint(processors), not are_by_row(processors)
+        self.unfinished = sequences.unfinished  # which rows still need tokens
+        self.of_round: tuple = ()  # what `keep` needs of the round that was decided
         self.unlikely_tokens = 0  # accepted ones that a correct draft would practically never have proposed
         # They are called for a position only when all tokens before it are decided, so that they see the same tokens as
         # in plain generation.
@@ -53,11 +55,14 @@ class Decider:
         # compare rows or keep a state. A constraint must not see tokens after a row's end, which may depend on others.
         self.in_step = unknown or (constrained and not sequences.ends_by_row)
 
-    def keep(self, rows, new_tokens: list[list[int]], logits, scores, on_device: torch.LongTensor | None = None):
-        """
-        Adds the new tokens of all rows to them, and finds out which rows have ended. `logits` and `scores` are those of
-        the `rows` that were decided, of the positions of their tokens.
-        """
+    def keep(self, outcome: Outcome) -> None:
+        """Adds the tokens of the outcome to the rows, and finds out which rows have ended."""
+        if not self.by_step:  # otherwise they are kept already
+            self._keep(range(self.sequences.batch_size), outcome.tokens, *self.of_round)
+        self.unfinished = self.sequences.unfinished
+
+    def _keep(self, rows, new_tokens: list[list[int]], logits, scores, on_device: torch.LongTensor | None = None):
+        """`logits` and `scores` are those of the `rows` that were decided, of the positions of their tokens."""
         self.sequences.accept(new_tokens, on_device)
         for record, values in ((self.scores, scores), (self.logits, logits)):
             for row, of_row in zip(rows, values) if record else ():
@@ -68,16 +73,15 @@ class Decider:
         if not self.sequences.simple:  # a time limit, for example, may pass earlier on some ranks
             self.sequences.stops = self.ranks.share_values(self.sequences.stops)
 
-    def decide(self, logits: torch.Tensor, q: torch.Tensor | None, following: torch.LongTensor):
+    def decide(self, logits: torch.Tensor, q: torch.Tensor | None, following: torch.LongTensor) -> Outcome:
         """
         Decides on all positions by the target's logits `(batch_size, lookahead + 1, vocab_size)`. For `following` see
         [`Sequences.propose`]. A row with NaN logits is verified again token by token, and its logits are replaced.
-
-        Returns the [`~hf_ssd.rounds.Outcome`], valid only on the leader; the bonus tokens on the device
-        `(batch_size,)`, or `None` if a row was verified again or there are several ranks; and the processed scores
-        `(positions, vocab_size)` of each row, if they are wanted.
+        Returns the outcome, valid only on the leader.
         """
-        unfinished, scores = self.sequences.unfinished, []
+        if self.by_step:
+            return self.decide_by_step(logits, q, following[:, :-1])
+        unfinished, scores = self.unfinished, []
         decided = self._decide(logits, following, q, scores).to(following.device)
         accepted, bonus, unlikely, unsound = decided.tolist()  # a single copy, so a single wait
         there = decided[1] if self.ranks.size == 1 else None
@@ -90,7 +94,10 @@ class Decider:
             check_drawn([token for token, goes_on in zip(bonus, unfinished) if goes_on])
             self.unlikely_tokens += sum(count for count, goes_on in zip(unlikely, unfinished) if goes_on)
         accepted = [k if goes_on else FINISHED for k, goes_on in zip(accepted, unfinished)]
-        return Outcome.of(self.sequences.proposed, accepted, bonus), there, scores
+        # The processed scores (positions, vocab_size) of each row, if they are wanted, and the bonus tokens on the
+        # device (batch_size,), unless a row was verified again or there are several ranks.
+        self.of_round = logits, scores, there
+        return Outcome.of(self.sequences.proposed, accepted, bonus)
 
     def _decide(self, logits, following, q, kept: list) -> torch.LongTensor:
         """
@@ -204,7 +211,7 @@ class Decider:
             # 2. Add the token to the row, which may end there.
             for row, token in zip(going, tokens):
                 gained[row].append(token)
-            self.keep(going, [of_row[place:] for of_row in gained], here, scores)
+            self._keep(going, [of_row[place:] for of_row in gained], here, scores)
 
             # 3. Go on with the rows whose token is the drafted token.
             if place == drafted.shape[1]:

@@ -4,6 +4,7 @@ import dataclasses
 import os
 
 import torch
+from transformers import GenerationConfig
 from transformers.utils import logging
 
 from ..cache.support import last_position_limit
@@ -38,6 +39,11 @@ class FaultTolerantDraft:
         self.is_local = self.is_asked = False
         self.texts = [prompt.tolist() for prompt in request.prompts]  # the verified tokens of each row
         self.verified: list[list[int]] = [[] for _ in self.texts]  # the tokens that are being verified
+        # In a running batch, whose prompts are empty, the rows that are read or decoded, with their settings and seed
+        # once all of their prompt is read; and those that the session knows.
+        self.joined: dict[int, tuple[GenerationConfig | None, int]] = {}
+        self.is_running_batch = not any(self.texts)
+        self.seated: set[int] = set() if self.is_running_batch else set(range(len(self.texts)))
         self.told = [0] * len(self.texts)  # tokens of each row that the session was told of
         self.read = [0] * len(self.texts)  # tokens of each row whose features the session has
         self.proposers = Proposers(request, self.texts)
@@ -90,6 +96,8 @@ class FaultTolerantDraft:
                 self.session.close()
             self.session, self.is_local, self.is_asked = session, is_local, False
             self.told, self.read = list(map(len, self.texts)), [0] * len(self.texts)
+            if self.is_running_batch:
+                self.told, self.seated = [0] * len(self.texts), set()
             self.proposers.begin_session(self._request_now)
             if self.model is None:
                 self.positions = getattr(self.assistant, "positions", None)
@@ -102,7 +110,37 @@ class FaultTolerantDraft:
         """Returns the request. For a draft that joins late, the tokens generated so far are part of the prompts."""
         plan = self.planner.plan
         plan = dataclasses.replace(plan, mode=IN_TURN, budget=0) if in_turn else plan
+        if self.is_running_batch:
+            return dataclasses.replace(self.request, plan=plan)
         return dataclasses.replace(self.request, prompts=list(map(torch.tensor, self.texts)), plan=plan)
+
+    # ---------------------------------------------------------------- rows of a running batch
+
+    def join(self, row: int, tokens: list[int], options: GenerationConfig | None, seed: int) -> None:
+        """Takes in the next tokens of the prompt of a row. It takes part from the round on that its `options` come."""
+        if row not in self.joined:
+            self.texts[row], self.told[row] = [], 0
+            self.seated.discard(row)
+        self.texts[row] += tokens
+        self.joined[row] = options, seed
+        if options is not None:
+            self.proposers.join(row)
+
+    def leave(self, row: int) -> None:
+        """A row has ended, or takes part no more."""
+        self.texts[row] = []
+        self.joined.pop(row, None)
+
+    def _tell_of_rows(self) -> None:
+        """Tells the session of rows that it does not know, with all of their tokens so far."""
+        for row in self.joined.keys() - self.seated:
+            options, seed = self.joined[row]
+            start, self.told[row] = self.told[row], len(self.texts[row])
+            self._attempt(self.session.join, row, start, self.texts[row][start:], options, seed)
+            if options is not None:
+                self.seated.add(row)
+            if self.session is None:
+                return
 
     # ---------------------------------------------------------------- a round
 
@@ -129,10 +167,13 @@ class FaultTolerantDraft:
             proposed = self.proposers.take_in(outcome.tokens, plan, self.is_asked)
             if self.is_asked:
                 untold = Outcome(self._untold(outcome), proposed or None)
+                if self.joined:
+                    self._tell_of_rows()
                 untold.states = None if features is None else self._unread(features, untold)
                 # A head of the target's own, if it is the fallback, reads features, and then no draft does.
                 for_draft = untold if self.request.head is None else dataclasses.replace(untold, states=None)
-                self._attempt(self.session.send_outcome, for_draft, plan)
+                if self.session is not None:
+                    self._attempt(self.session.send_outcome, for_draft, plan)
                 for proposer in self.proposers.fallbacks.values():
                     proposer.take_in(untold, plan)
             if self.proposers.counts_early:
@@ -141,8 +182,11 @@ class FaultTolerantDraft:
 
     def _untold(self, latest: Outcome) -> list[list[int]]:
         """Returns all tokens that the session was not told of, none of a row that is finished."""
-        rows, self.told = zip(self.texts, self.told, latest.tokens), list(map(len, self.texts))
-        return [text[told:] if goes_on else [] for text, told, goes_on in rows]
+        rows = enumerate(zip(self.texts, self.told, latest.tokens))
+        untold = [text[told:] if goes_on and row in self.seated else [] for row, (text, told, goes_on) in rows]
+        for row in self.seated:
+            self.told[row] = len(self.texts[row])
+        return untold
 
     def _unread(self, features: Features, outcome: Outcome) -> torch.Tensor:
         """Returns the features `(tokens, width)` that the session does not have, row after row."""

@@ -14,16 +14,16 @@ import dataclasses
 import time
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from .. import devices
-from ..advice import adjustable
 from ..cache.cache_name import CACHE
 from ..cache.compiled import is_compiled
 from ..cache.trial import check_supported
-from ..config import COUPLED, SSDConfig
+from ..config import SSDConfig
 from ..devices import from_host
+from ..distributed.assistant import DraftAssistant
 from ..distributed.cores import TargetCores
 from ..distributed.launch import assistant_for
 from ..distributed.sessions import SessionRequest
@@ -31,19 +31,16 @@ from ..distributed.target_ranks import TargetRanks
 from ..drafting.drafts import seed_of_call
 from ..drafting.resolver import ResolvedDraft
 from ..drafting.vocabulary import Translation
-from ..noise import Noise
 from ..planning.cost_model import LOOKAHEADS
 from ..planning.experience import CallKind
-from ..planning.fixed_plan import FixedPlan
-from ..planning.planner import Planner, planner_for
+from ..planning.planner import planner_for
 from ..rounds import RoundRecord
-from ..stats import SSDDecoderOnlyOutput, SSDStats
+from ..stats import SSDDecoderOnlyOutput
+from .call_rows import CallRows
 from .checks import check_generation
-from .deciding import Decider
 from .draft import FaultTolerantDraft
-from .sequences import prompts_without_padding
+from .sequences import Sequences, prompts_without_padding
 from .settings import Settings
-from .streaming import Stream
 from .target import Target
 
 
@@ -75,15 +72,7 @@ def speculative_speculative_decoding(
     if not resolved.takes_worker:
         ssd_config = dataclasses.replace(ssd_config, asynchronous=False)
         settings = dataclasses.replace(settings, config=ssd_config)
-    # The draft in its own process, and as a model to run in this process.
-    worker, draft_model = resolved.assistant, resolved.model
-    if resolved.path is not None:
-        worker = assistant_for(resolved.path, resolved.info)
-    elif draft_model is not None:
-        check_supported(draft_model, drafts=True)
-        worker = assistant_for(draft_model, resolved.info) if ssd_config.asynchronous else None
-        draft_model = None if worker is not None and is_compiled(draft_model) else draft_model
-    divided = worker is not None and worker.cores is not None and devices.of_model(model).type == "cpu"
+    worker, draft_model = where_it_drafts(resolved, ssd_config.asynchronous)
     of_the_draft = copy.copy(generation_config)
     of_the_draft.max_length = settings.max_length
     prompts = prompts_without_padding(input_ids, model_kwargs.get("attention_mask"))
@@ -92,76 +81,100 @@ def speculative_speculative_decoding(
     if settings.do_sample:  # greedy calls draw nothing
         request.seed = seed_of_call(request, int(torch.randint(2**31, ())), resolved.reads is not None)
     start = time.perf_counter()
-    rows, length = input_ids.shape
+    count, length = input_ids.shape
     temperature = generation_config.temperature if settings.do_sample else None
     workers = 1 if worker is None else len(worker.workers)
-    kind = CallKind(ssd_config, rows, vocab_size, temperature, length, workers, resolved.one_pass)
+    kind = CallKind(ssd_config, count, vocab_size, temperature, length, workers, resolved.one_pass)
     planner = planner_for(model, worker or draft_model or model, kind)
     ranks = worker.ranks if worker is not None else TargetRanks()
-    target = Target(model, settings, input_ids, model_kwargs, resolved.reads)
-    cores = TargetCores(worker.cores.target if divided else None)
+    sequences = Sequences(input_ids, settings)
+    target = Target(model, ssd_config, sequences, resolved.reads)
+    padding = [length - len(prompt) for prompt in prompts]
+    rows = CallRows(settings, sequences, request.seed, vocab_size, padding, target.verify_alone, ranks, streamer)
+    cores = target_cores(worker, model)
     with ranks.one_call():
         draft = FaultTolerantDraft(worker, draft_model, request, planner, input_ids.device, ranks, cores)
         with contextlib.closing(draft), contextlib.closing(draft):  # again, in case of an interrupt
             draft.open(settings.patience)
             # 1. Prefill, while the draft does the same and prepares the likely first tokens.
-            logits = target.prefill()
+            logits = target.prefill(settings, input_ids, model_kwargs)
             # transformers' context changes how experts are computed.
             with contextlib.closing(target), target.view._optimize_model_for_decode():
-                return decode(target, logits, draft, planner, streamer, start)
+                decode(target, rows, draft, logits, start)
+                draft.finish(input_ids.device, settings.do_sample)
+                output, stats = rows.finish(), rows.stats
+                stats.total_seconds = time.perf_counter() - start
+                stats.draft_failure, stats.draft_joined_at = draft.failure, draft.joined_at
+                stats.reason = planner.reason_of(stats.records)
+                target.give_cache(output)
+    if not settings.wants_dict:
+        return output
+    return SSDDecoderOnlyOutput(
+        sequences=output,
+        scores=rows.scores.up_to(output.shape[1]) if rows.scores else None,
+        logits=rows.logits.up_to(output.shape[1]) if rows.logits else None,
+        ssd_stats=stats,
+        **{CACHE: target.theirs},
+    )
 
 
-def decode(
-    target: Target,
-    logits: torch.Tensor,
-    draft: FaultTolerantDraft,
-    planner: Planner | FixedPlan,
-    streamer: BaseStreamer | None,
-    start: float,
-):
+def where_it_drafts(
+    resolved: ResolvedDraft, asynchronous: bool
+) -> tuple[DraftAssistant | None, PreTrainedModel | None]:
+    """Returns the draft in its own process, which is started here, and the draft as a model to run in this process."""
+    worker, draft_model = resolved.assistant, resolved.model
+    if resolved.path is not None:
+        worker = assistant_for(resolved.path, resolved.info)
+    elif draft_model is not None:
+        check_supported(draft_model, drafts=True)
+        worker = assistant_for(draft_model, resolved.info) if asynchronous else None
+        draft_model = None if worker is not None and is_compiled(draft_model) else draft_model
+    return worker, draft_model
+
+
+def target_cores(worker: DraftAssistant | None, model: PreTrainedModel) -> TargetCores:
+    """Returns the cores that the target has while its draft works, if both are on the CPU."""
+    divided = worker is not None and worker.cores is not None and devices.of_model(model).type == "cpu"
+    return TargetCores(worker.cores.target if divided else None)
+
+
+def decode(target: Target, rows, draft: FaultTolerantDraft, logits: torch.Tensor | None, start: float) -> None:
     """
-    Runs the rounds until all rows are finished, and returns the output. `logits` are those that follow the prompts, and
-    `start` is when the call has begun.
+    Runs the rounds until no row needs tokens. `rows` are a [`CallRows`], whose prompts `logits` follow, or the
+    [`~hf_ssd.generation.running_rows.RunningRows`] of a running batch. `start` is when the call has begun.
     """
-    settings, sequences, decoder = target.settings, target.sequences, target.decoder
-    do_sample, uses_q = settings.do_sample, settings.uses_q
-    coupled = settings.config.verification == COUPLED
-    noise = Noise(draft.request.seed, draft.request.vocab_size, coupled) if do_sample else None
-    padding = [sequences.prompt_length - len(prompt) for prompt in draft.request.prompts]
-    decider = Decider(settings, sequences, noise, padding, draft.ranks, target.verify_alone)
-    stats = SSDStats(sequences.batch_size, adjustable=adjustable(settings.config, uses_q))
-    stream = Stream(streamer, sequences) if streamer is not None else None
-    following, probabilities = sequences.ids.new_full((sequences.batch_size, 1), -1), None
+    stats, decoder, uses_q = rows.stats, target.decoder, rows.uses_q
+    following, probabilities = rows.begin(), None
     record: RoundRecord | None = None  # of the round that is being verified
     received = start
     stats.prefill_seconds = time.perf_counter() - start
 
     while True:
         # 2. Decide: accepted count and bonus token of each row, by comparison or by rejection sampling.
-        if decider.by_step:  # which keeps the tokens itself
-            outcome = decider.decide_by_step(logits, probabilities, following[:, :-1])
-        else:
-            outcome, bonus, scores = decider.decide(logits, probabilities, following)
+        outcome = rows.decide(logits, probabilities, following)
 
         # 3. Send the outcome with the planner's plan before anything else is done. All ranks get the leader's outcome.
         seconds = time.perf_counter() - received
         if target.states is not None and record is not None:
             target.take_in(outcome)
+        if rows.join:
+            rows.admit(draft)
         outcome = draft.send_outcome(outcome, target.states)
 
         # 4. Bookkeeping, while the draft looks up its answer.
-        if not decider.by_step:
-            decider.keep(range(sequences.batch_size), outcome.tokens, logits, scores, bonus)
+        rows.keep(outcome)
         if record is not None:
             record.accepted, record.verify_seconds = outcome.accepted, seconds
             is_new = any(one.compiles for one in stats.records[-2:])
             if len(stats.records) > 1 and draft.decides and not is_new:
-                planner.observe(stats.records[-2], record)
-        if stream is not None:
-            stream.update(stats)
-        finished = [not goes_on for goes_on in sequences.unfinished]
-        if all(finished):
-            break
+                draft.planner.observe(stats.records[-2], record)
+        if rows.streams:
+            rows.report(stats)
+        if rows.join:
+            rows.read(target)
+        finished = [not goes_on for goes_on in rows.unfinished]
+        if all(finished) or rows.pause:
+            return
         if any(finished):
             decoder.leave_out(finished)
 
@@ -174,33 +187,12 @@ def decode(
         stats.records.append(record)
 
         # 6. Verify: one forward pass over the last token and the drafted tokens of each row.
-        following, before = sequences.propose(speculation.tokens), decoder.preparations
+        following, before = rows.propose(speculation.tokens), decoder.preparations
         record.lookahead = following.shape[1] - 1
         logits = target.verify(following)
-        record.compiles = decoder.preparations > before
+        record.compiles = decoder.preparations > before or rows.has_read
 
         # 7. The distributions that the tokens were drawn from are needed only now.
         probabilities = draft.receive_probabilities() if uses_q and speculation.width else None
         if probabilities is not None:
             probabilities = from_host(probabilities[:, : record.lookahead], following.device)
-
-    if stream is not None:
-        stream.end()
-    draft.finish(sequences.ids.device, do_sample)
-    output = sequences.finish()
-    stats.total_seconds = time.perf_counter() - start
-    stats.generated_tokens = sum(map(sequences.kept, range(sequences.batch_size)))
-    stats.generated_tokens -= sequences.batch_size * sequences.prompt_length
-    stats.unlikely_tokens = decider.unlikely_tokens
-    stats.draft_failure, stats.draft_joined_at = draft.failure, draft.joined_at
-    stats.reason = planner.reason_of(stats.records)
-    target.give_cache(output)
-    if not settings.wants_dict:
-        return output
-    return SSDDecoderOnlyOutput(
-        sequences=output,
-        scores=decider.scores.up_to(output.shape[1]) if decider.scores else None,
-        logits=decider.logits.up_to(output.shape[1]) if decider.logits else None,
-        ssd_stats=stats,
-        **{CACHE: target.theirs},
-    )

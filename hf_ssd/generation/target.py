@@ -5,59 +5,72 @@ from transformers import DynamicCache
 
 from .. import devices
 from ..cache.cache_name import CACHE, cache_argument
-from ..cache.cached_model import view_for_passes
+from ..cache.cached_model import CachedModel, view_for_passes
 from ..cache.compiled import uncompiled
 from ..cache.hidden_states import HiddenStates, hooked_modules
 from ..cache.passes import cached_model
+from ..cache.ragged import RaggedCache
 from ..cache.recurrent import ragged_copy
 from ..cache.row_store import RowStore
+from ..cache.support import last_position_limit
+from ..config import SSDConfig
 from ..devices import from_host
 from ..rounds import Outcome
-from .sequences import Sequences, kept_columns
+from .sequences import kept_columns
 from .settings import Settings
 
 
 class Target:
     """
-    The target and the rows of a call. `reads` says which layers keep their hidden `states`, if any; see
-    [`~hf_ssd.cache.hidden_states.HiddenStates`].
+    The target and the rows that it decodes. `reads` says which layers keep their hidden `states`, if any; see
+    [`~hf_ssd.cache.hidden_states.HiddenStates`]. [`~Target.prefill`] or [`~Target.begin`] comes first.
     """
 
-    def __init__(self, model, settings: Settings, input_ids: torch.LongTensor, model_kwargs: dict, reads=()):
-        self.model, self.settings, self.input_ids, self.model_kwargs = model, settings, input_ids, model_kwargs
-        self.sequences = Sequences(input_ids, settings)
-        self.theirs: DynamicCache = model_kwargs[CACHE]  # of the user or of transformers
-        self.returns_cache = settings.wants_dict or getattr(self.theirs, "_is_user_defined", False)
+    decoder: CachedModel
+    columns_before_ids: list[int]  # of each row, columns of the cache before its first token; negative for padding
+
+    def __init__(self, model, config: SSDConfig, rows, reads=()):
+        self.model, self.config, self.rows = model, config, rows
         hooked = hooked_modules(model, *reads) if reads else ()
-        self.view = view_for_passes(model, hooked, settings.config.pack_weights)
+        self.view = view_for_passes(model, hooked, config.pack_weights)
         self.hidden_states = HiddenStates(self.view, *reads) if reads else None
         self.states: Features | None = None
 
-    def prefill(self) -> torch.Tensor:
+    def begin(self, rows: int) -> None:
+        """Makes a cache for this many rows, all of which join later. [`~Target.close`] must follow."""
+        limit = last_position_limit(self.model)
+        self.decoder = cached_model(self.model, RaggedCache(), column_limit=limit, view=self.view)
+        self.decoder.cache.have_free_rows(rows)
+        self.columns_before_ids = [0] * rows
+
+    def prefill(self, settings: Settings, input_ids: torch.LongTensor, model_kwargs: dict) -> torch.Tensor:
         """
-        Runs transformers' own prefill into a ragged cache. Returns the logits `(batch_size, 1, vocab_size)` that follow
-        the prompts. [`~Target.close`] must follow.
+        Runs transformers' own prefill of a call into a ragged cache. Returns the logits `(batch_size, 1, vocab_size)`
+        that follow the prompts. [`~Target.close`] must follow.
         """
-        prompt_length, max_length = self.input_ids.shape[1], self.settings.max_length
+        self.theirs: DynamicCache = model_kwargs[CACHE]  # of the user or of transformers
+        self.returns_cache = settings.wants_dict or getattr(self.theirs, "_is_user_defined", False)
+        prompt_length, max_length = input_ids.shape[1], settings.max_length
         cache = ragged_copy(self.theirs)
-        position_ids = self.model_kwargs.get("position_ids")
+        position_ids = model_kwargs.get("position_ids")
         if position_ids is not None and position_ids.ndim > 2:  # in text, all kinds of positions are the same
             position_ids = position_ids[0]
-        mask = self.model_kwargs.get("attention_mask")
+        mask = model_kwargs.get("attention_mask")
         with uncompiled(self.model):
-            inputs = {**self.model_kwargs, CACHE: cache}
-            outputs = self.view._prefill(self.input_ids, self.settings.options, inputs)
+            inputs = {**model_kwargs, CACHE: cache}
+            outputs = self.view._prefill(input_ids, settings.options, inputs)
         columns = cache.get_seq_length()
-        self.columns_before_ids = columns - prompt_length
-        last = [columns - 1] * len(self.input_ids) if position_ids is None else position_ids[:, -1].tolist()
+        before = columns - prompt_length
+        self.columns_before_ids = [before] * len(input_ids)
+        last = [columns - 1] * len(input_ids) if position_ids is None else position_ids[:, -1].tolist()
         self.decoder = cached_model(
             self.model,
             cache,
             valid=None if mask is None else mask.bool().to(devices.of_model(self.model)),
             first_positions=[position - (columns - 1) for position in last],
-            token_type_ids=self.model_kwargs.get("token_type_ids"),
-            column_limit=None if max_length is None else self.columns_before_ids + max_length,
-            cuda_graphs=self.settings.config.cuda_graphs,
+            token_type_ids=model_kwargs.get("token_type_ids"),
+            column_limit=None if max_length is None else before + max_length,
+            cuda_graphs=self.config.cuda_graphs,
             hidden_states=self.hidden_states,
             view=self.view,
         )
@@ -73,9 +86,9 @@ class Target:
         Feeds the last token and the drafted tokens of each row, for which see [`Sequences.propose`]. Returns raw logits
         `(batch_size, lookahead + 1, vocab_size)`.
         """
-        fed = torch.cat([self.sequences.last[:, None], following[:, :-1]], dim=1).to(self.decoder.device)
-        starts = [length - 1 + self.columns_before_ids for length in self.sequences.lengths]
-        return self.decoder.extend(fed, starts)
+        fed = torch.cat([self.rows.last[:, None], following[:, :-1]], dim=1).to(self.decoder.device)
+        lengths = zip(self.rows.lengths, self.columns_before_ids)
+        return self.decoder.extend(fed, [length - 1 + before for length, before in lengths])
 
     def take_in(self, outcome: Outcome) -> None:
         """Keeps the hidden states of the tokens that are verified."""
@@ -90,9 +103,9 @@ class Target:
         `lengths` are those of the rows with the token to feed, all of whose tokens are verified; the pass of the round
         fed `place` drafted tokens before it. Returns raw logits `(batch_size, 1, vocab_size)`.
         """
-        starts = [length - 1 + self.columns_before_ids for length in lengths]
+        starts = [length - 1 + before for length, before in zip(lengths, self.columns_before_ids)]
         self.decoder.cache.clear_behind(rows, starts)
-        ids, count = self.sequences.ids, self.decoder.fewest_tokens
+        ids, count = self.rows.ids, self.decoder.fewest_tokens
         columns = from_host(lengths, ids.device)[:, None] - 1 + torch.arange(count, device=ids.device)
         tokens = ids.gather(1, columns)  # the token, and the drafted tokens after it
         tokens[rows] = tokens[rows, :1]
@@ -108,13 +121,14 @@ class Target:
         if not self.returns_cache:
             return
         last = output.shape[1] - 1  # the last token is not fed, because no token follows it
-        fed = [min(self.sequences.kept(row), n - 1, last) for row, n in enumerate(self.sequences.lengths)]
-        self.decoder.finish(output.to(self.decoder.device), fed, self.columns_before_ids)
+        fed = [min(self.rows.kept(row), n - 1, last) for row, n in enumerate(self.rows.lengths)]
+        before = self.columns_before_ids[0]
+        self.decoder.finish(output.to(self.decoder.device), fed, before)
         if 0 < len(self.theirs.layers) < len(self.decoder.cache.layers):
             # A model that repeats its layers (Dory) adds cache layers for the repetitions in its first pass.
             theirs = {cache_argument(self.model): self.theirs}
             self.model(output[:, -1:].to(self.decoder.device), use_cache=True, **theirs)
-        self.decoder.cache.copy_to(self.theirs, output.shape[1] - 1 + self.columns_before_ids)
+        self.decoder.cache.copy_to(self.theirs, output.shape[1] - 1 + before)
 
 
 class Features(RowStore):

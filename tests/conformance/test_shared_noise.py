@@ -68,7 +68,7 @@ def by_position(monkeypatch):
     def of_draws(self, depths):
         return self.noise.exponential(places(BONUS, self.rows[:, None], self.starts[:, None] + self.depth + depths, 0))
 
-    def bonus_noise(self, starts, counts):
+    def bonus_noise(self, _, starts, counts):
         rows, depths = torch.arange(len(starts))[:, None], torch.arange(counts)
         return self.noise.noise.exponential(places(BONUS, rows, torch.tensor(starts)[:, None] + depths, 0))
 

@@ -66,7 +66,8 @@ def decide(name, do_sample, rows_at_a_time, monkeypatch):
     decider = Decider(settings, sequences, Noise(1, VOCAB) if do_sample else None, [0] * ROWS, TargetRanks(), None)
     logits = logits.bfloat16()
     with Largest() as largest:
-        outcome, _, scores = decider.decide(logits, q, following)
+        outcome = decider.decide(logits, q, following)
+    _, scores, _ = decider.of_round
     return outcome, torch.stack(scores), largest.bytes / size
 
 

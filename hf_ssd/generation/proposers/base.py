@@ -25,6 +25,9 @@ class Proposer(ABC):
     def take_in(self, outcome: Outcome, plan: Plan) -> None:
         """Is told of each outcome that the draft is told of, with the target's states if the call reads them."""
 
+    def forget(self, row: int) -> None:
+        """Is told that the row has another text from now on."""
+
     @abstractmethod
     def propose(self, texts: list[list[int]], rows: list[int], lookahead: int) -> list[Proposal]:
         """

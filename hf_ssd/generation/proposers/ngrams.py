@@ -29,6 +29,10 @@ class Ngrams(Proposer):
         for row, text in zip(self.rows, texts):
             row.extend(text[len(row.tokens) :])
 
+    def forget(self, row: int) -> None:
+        if self.rows:
+            self.rows[row] = NgramIndex([])
+
     def propose(self, texts: list[list[int]], rows: list[int], lookahead: int) -> list[Proposal]:
         self.read(texts)
         return [Proposal(self.rows[row].propose(lookahead, LEAST_AFTER_A_MISS)) for row in rows]

@@ -32,11 +32,18 @@ class Proposers:
         self.plan, self.live = Plan(PLAIN), [True] * len(request.prompts)
         self.drafted: list[int] = []  # how many of the tokens of each row are the draft's
         self.missed: dict[int, Proposal] = {}  # by row, what the fallback proposes
+        self.joined: set[int] = set()  # rows that take part from this round on, for which the draft has nothing yet
 
     def begin_session(self, request: Callable[[], SessionRequest]) -> None:
         """A draft reads the rows of the request, and so does a fallback that follows the text from here on."""
         name = self.request.config.fallback
         self.fallbacks = {} if self.request.head is None else {name: PROPOSERS[name](request())}
+
+    def join(self, row: int) -> None:
+        """A row takes part from this round on, with another text than the row before it had."""
+        self.joined.add(row)
+        for proposer in (self.early, *self.fallbacks.values()):
+            proposer.forget(row)
 
     # ---------------------------------------------------------------- early tokens
 
@@ -46,7 +53,8 @@ class Proposers:
         returns early tokens to verify if the next plan asks for them. `is_beside` says that a draft is asked for the
         other rows.
         """
-        self.plan, self.live, self.is_beside = plan, [bool(tokens) for tokens in new], is_beside
+        self.plan, self.is_beside = plan, is_beside
+        self.live = [bool(tokens) or row in self.joined for row, tokens in enumerate(new)]
         most = plan.lookahead if self.has_no_draft else plan.early
         if self.counts_early:
             self.counted = self.early.compare(new)
@@ -75,7 +83,10 @@ class Proposers:
         for row, early in enumerate(self.proposed):
             if early:
                 tokens[row], sources[row], self.drafted[row] = early, EARLY, 0
-        missed = [row for row, goes_on in enumerate(self.live) if goes_on and sources[row] == NOTHING]
+        for row in self.joined:
+            sources[row] = sources[row] if tokens[row] else NOTHING
+        waiting = [row for row, goes_on in enumerate(self.live) if goes_on and row not in self.joined]
+        missed, self.joined = [row for row in waiting if sources[row] == NOTHING], set()
         if missed and answer is not None:
             name = self.plan.fallback
             if name not in self.fallbacks:

@@ -1,0 +1,339 @@
+"""A running batch, which requests join from any thread. The names are those of transformers' continuous batching."""
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Iterator
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
+
+from .. import devices
+from ..cache.attached import attached_to
+from ..cache.cache_name import CACHE
+from ..cache.compiled import is_compiled
+from ..cache.support import attention_layout, is_flash_attention, rope_that_changes, without_wrapper
+from ..cache.trial import check_supported
+from ..config import COUPLED, SSDConfig
+from ..distributed.sessions import SessionRequest
+from ..distributed.target_ranks import TargetRanks
+from ..drafting.resolver import ResolvedDraft
+from ..planning.cost_model import LOOKAHEADS
+from ..planning.experience import CallKind
+from ..planning.planner import planner_for
+from ..stats import SSDDecoderOnlyOutput
+from .api import SSDGenerationMixin, _move_stop_strings
+from .call_rows import CallRows
+from .checks import check_arguments, check_generation
+from .draft import FaultTolerantDraft
+from .loop import decode, target_cores, where_it_drafts
+from .running_rows import Cancelled, Request, RunningRows
+from .sequences import Sequences, prompts_without_padding
+from .settings import Settings
+from .target import Target
+from .tokenizers import translation_for
+
+OF_A_ROW = {CACHE, "attention_mask", "position_ids", "use_cache", "logits_to_keep"}  # inputs of a request
+LOOK = 0.5  # seconds between two looks whether the thread that decodes is alive
+END_TIMEOUT = 60.0  # seconds for that thread to reach its next round
+
+
+class ContinuousBatching:
+    """
+    A running batch of a target and its draft, in a thread of its own. A request joins between two rounds, while others
+    are decoded, and leaves when it ends. Its tokens do not depend on its neighbours: greedy tokens are those of a call
+    of its own, and sampled tokens those of a call with `verification="coupled"` and the same seed.
+
+    ```python
+    with hf_ssd.continuous_batching(target, assistant_model=draft) as manager:
+        first = manager.add_request(input_ids, max_new_tokens=200, streaming=True)
+        for output in manager.request_id_iter(first):
+            print(output.generated_tokens)
+    ```
+
+    Args:
+        model (`PreTrainedModel`): The target, with attention in all layers, in one process.
+        assistant_model: The draft, as in [`SSDGenerationMixin.generate`]. It cannot be one that reads hidden states.
+        ssd_config ([`SSDConfig`] or `dict`, *optional*): Settings of all requests.
+        max_rows (`int`): Requests that are decoded at a time. The others wait in the order in which they came.
+        prefill_chunk (`int`): Tokens of a prompt that are read between two rounds of other requests.
+        tokenizer, assistant_tokenizer (*optional*): As in [`SSDGenerationMixin.generate`].
+
+    Raises:
+        `ValueError`, `TypeError`: The models or settings do not allow rows to join.
+    """
+
+    def __init__(
+        self,
+        model,
+        assistant_model=None,
+        ssd_config: SSDConfig | dict | None = None,
+        max_rows: int = 8,
+        prefill_chunk: int = 256,
+        tokenizer=None,
+        assistant_tokenizer=None,
+    ):
+        if max_rows < 1 or prefill_chunk < 1:
+            raise ValueError(f"`max_rows` and `prefill_chunk` are at least 1, and not {max_rows} and {prefill_chunk}.")
+        self.model = model = without_wrapper(model)
+        config = SSDConfig.from_dict(ssd_config) if isinstance(ssd_config, dict) else ssd_config or SSDConfig()
+        self.resolved = check_arguments(model, assistant_model, config, synced_gpus=None)
+        check_joining(model, self.resolved)
+        config = dataclasses.replace(config, verification=COUPLED, cuda_graphs=False)
+        if config.lookahead == 0:
+            self.resolved = ResolvedDraft()
+        if not self.resolved.takes_worker:
+            config = dataclasses.replace(config, asynchronous=False)
+        self.config, self.max_rows = config, max_rows
+        longest = max(LOOKAHEADS) if config.lookahead == "auto" else config.lookahead
+        check_supported(model, rows=max_rows, lookahead=longest)
+        self.translation = translation_for(model, self.resolved, tokenizer, assistant_tokenizer)
+        self.vocab_size = model.config.get_text_config(decoder=True).vocab_size
+        self.device = devices.of_model(model)
+        self.worker, self.draft_model = where_it_drafts(self.resolved, config.asynchronous)
+        self.rows = RunningRows(max_rows, prefill_chunk, self.device, self._planner)
+        self.requests: dict[str, tuple[Request, queue.SimpleQueue]] = {}
+        self.numbers, self.is_closing = itertools.count(), False
+        self.wake, self.thread = threading.Event(), None
+
+    # ---------------------------------------------------------------- transformers' names
+
+    def start(self) -> None:
+        """Starts the thread that decodes."""
+        if self.thread is None:
+            self.thread = threading.Thread(target=self._run, name="hf_ssd continuous batching", daemon=True)
+            self.thread.start()
+
+    def stop(self, timeout: float = END_TIMEOUT) -> None:
+        """Ends all requests with an error, and the thread, waiting up to `timeout` seconds for its next round."""
+        self.is_closing = True
+        self.rows.is_closing = True
+        self.wake.set()
+        if self.thread is not None:
+            self.thread.join(timeout)
+
+    def is_running(self) -> bool:
+        """Whether requests are taken."""
+        return self.thread is not None and self.thread.is_alive() and not self.is_closing
+
+    def __enter__(self) -> "ContinuousBatching":
+        self.start()
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.stop()
+
+    def add_request(self, input_ids, request_id: str | None = None, streaming: bool = False, **kwargs) -> str:
+        """
+        Lets a request join, and returns its id at once.
+
+        Args:
+            input_ids (`list[int]` or `torch.LongTensor` of shape `(length,)` or `(1, length)`): The prompt.
+            request_id (`str`, *optional*): An id that no other request has.
+            streaming (`bool`): Whether [`~ContinuousBatching.request_id_iter`] gets the tokens of each round.
+            kwargs: Arguments of `generate()`: `generation_config`, `max_new_tokens`, `do_sample`, `streamer`,
+                `logits_processor`, `stopping_criteria`, `stop_strings` with `tokenizer`, and so on. A processor, a
+                criterion or a streamer is called in the thread that decodes.
+
+        Raises:
+            `ValueError`: The request cannot be answered.
+            `RuntimeError`: The batch does not run.
+        """
+        if not self.is_running():
+            raise RuntimeError("This batch does not run; use it in a `with` block, or call start() before.")
+        request_id = f"req_{next(self.numbers)}" if request_id is None else request_id
+        if request_id in self.requests:
+            raise ValueError(f"There is a request {request_id!r} already; give another `request_id`.")
+        outputs: queue.SimpleQueue[GenerationOutput] = queue.SimpleQueue()
+        created = time.perf_counter()
+
+        def changed(request: Request) -> None:
+            if streaming or request.has_ended.is_set():
+                outputs.put(output_of(request_id, request, created))
+
+        self.requests[request_id] = self._prepared(input_ids, changed, **kwargs), outputs
+        self.rows.waiting.append(self.requests[request_id][0])
+        self.wake.set()
+        return request_id
+
+    def cancel_request(self, request_id: str) -> None:
+        """Ends a request with its next round, if it has not ended yet."""
+        if request_id in self.requests:
+            self.requests[request_id][0].is_cancelled = True
+
+    def get_result(self, request_id: str, timeout: float | None = None) -> GenerationOutput | None:
+        """Returns the next output of a request, `None` if there is none within `timeout` seconds."""
+        outputs = self.requests[request_id][1]
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            left = LOOK if deadline is None else min(LOOK, max(0.0, deadline - time.monotonic()))
+            with contextlib.suppress(queue.Empty):
+                output = outputs.get(timeout=left)
+                if output.is_finished():
+                    self.requests.pop(request_id, None)
+                return output
+            if deadline is not None and time.monotonic() >= deadline:
+                return None
+            if not self.thread.is_alive() and outputs.empty():
+                raise RuntimeError("The thread that decodes has ended.")
+
+    def request_id_iter(self, request_id: str) -> Iterator[GenerationOutput]:
+        """Yields the outputs of a request until it has ended, each with all tokens that were generated so far."""
+        while request_id in self.requests:
+            yield self.get_result(request_id)
+
+    def generate(self, input_ids, **kwargs) -> torch.LongTensor | SSDDecoderOnlyOutput:
+        """Returns what `model.generate(input_ids, ...)` would, as a request of this batch."""
+        request_id = self.add_request(input_ids, **kwargs)
+        request = self.requests[request_id][0]
+        try:
+            self.get_result(request_id)
+        finally:
+            request.is_cancelled = True  # if this thread was interrupted
+        if request.error is not None:
+            raise request.error
+        if not request.rows.settings.wants_dict:
+            return request.output
+        return SSDDecoderOnlyOutput(sequences=request.output, ssd_stats=request.rows.stats)
+
+    # ---------------------------------------------------------------- a request
+
+    def _prepared(self, input_ids, changed, streamer=None, **kwargs) -> Request:
+        """Returns the request as transformers' own `generate()` prepares it."""
+        ids = torch.as_tensor(input_ids, device=self.device)
+        ids = ids[None] if ids.dim() == 1 else ids
+        options = {"ssd_config": None} if isinstance(self.model, SSDGenerationMixin) else {}
+        _move_stop_strings(self.model, kwargs)
+        made = functools.partial(self._request, changed=changed, of_the_user=streamer)
+        return self.model.generate(ids, custom_generate=made, streamer=streamer, **options, **kwargs)
+
+    def _request(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.LongTensor,
+        logits_processor,
+        stopping_criteria,
+        generation_config: GenerationConfig,
+        changed=None,
+        of_the_user=None,
+        **model_kwargs,
+    ) -> Request:
+        """A decoding method in the form that `generate(custom_generate=...)` calls, which decodes nothing yet."""
+        settings = Settings(logits_processor, stopping_criteria, generation_config, self.config)
+        check_generation(model, input_ids, settings, model_kwargs, self.resolved.model)
+        check_row(model, input_ids, settings, model_kwargs)
+        prompt = prompts_without_padding(input_ids, model_kwargs.get("attention_mask"))[0].tolist()
+        padding = input_ids.shape[1] - len(prompt)
+        seed = int(torch.randint(2**31, ())) if settings.do_sample else 0  # as in a call
+        options = copy.copy(generation_config)
+        options.max_length = settings.max_length
+        rows = functools.partial(
+            CallRows, settings, Sequences(input_ids, settings), seed, self.vocab_size, [padding], streamer=of_the_user
+        )
+        return Request(prompt, padding, options, seed, rows, changed)
+
+    # ---------------------------------------------------------------- the thread that decodes
+
+    def _planner(self, rows: int):
+        worker, draft = self.worker, self.worker or self.draft_model or self.model
+        workers = 1 if worker is None else len(worker.workers)
+        length = max(self.rows.lengths)
+        kind = CallKind(self.config, rows, self.vocab_size, None, length, workers, self.resolved.one_pass)
+        return planner_for(self.model, draft, kind)
+
+    def _run(self) -> None:
+        while not self.is_closing:
+            self.wake.wait()
+            self.wake.clear()
+            try:
+                with torch.no_grad():
+                    self._decode()
+            except BaseException as error:  # of the models: nothing of this batch can go on
+                self.rows.end_all(error)
+        self.rows.end_all(Cancelled("The batch was closed."))
+
+    def _decode(self) -> None:
+        """Decodes until no request is left, with a draft that is replaced when it has failed."""
+        target = Target(self.model, self.config, self.rows)
+        target.begin(self.max_rows)
+        blank = torch.zeros(0, dtype=torch.long)
+        with contextlib.closing(target), target.view._optimize_model_for_decode():
+            while not self.is_closing and (self.rows.waiting or self.rows.live or self.rows.reading):
+                request = SessionRequest(
+                    self.config, GenerationConfig(), [blank] * self.max_rows, 0, self.vocab_size, self.translation
+                )
+                cores = target_cores(self.worker, self.model)
+                planner, self.rows.planned_rows = self._planner(1), 0
+                arguments = self.worker, self.draft_model, request, planner, self.device, TargetRanks(), cores
+                draft = FaultTolerantDraft(*arguments)
+                with contextlib.closing(draft):
+                    draft.open(0.0)
+                    self.rows.resume(draft)
+                    decode(target, self.rows, draft, None, time.perf_counter())
+
+
+def continuous_batching(
+    model,
+    assistant_model=None,
+    ssd_config: SSDConfig | dict | None = None,
+    max_rows: int = 8,
+    prefill_chunk: int = 256,
+    tokenizer=None,
+    assistant_tokenizer=None,
+) -> ContinuousBatching:
+    """Returns a running batch, to be used in a `with` block. For the arguments see [`ContinuousBatching`]."""
+    places = model, assistant_model, ssd_config, max_rows, prefill_chunk
+    return ContinuousBatching(*places, tokenizer, assistant_tokenizer)
+
+
+def check_joining(model: PreTrainedModel, resolved: ResolvedDraft) -> None:
+    """Raises `ValueError` for models whose rows cannot join."""
+    recurrent = attention_layout(model).recurrent or (resolved.info is not None and resolved.info.recurrent)
+    for is_found, reason in (
+        (resolved.reads, "a draft that reads hidden states of its target"),
+        (recurrent, "a model with recurrent layers"),
+        (is_compiled(model), "a compiled target"),
+        (is_flash_attention(model), 'flash attention, which reads no 4D masks; load the target with "sdpa"'),
+        (attached_to(model).may_depend_on_rows, "hooks that may depend on the rows of a batch"),
+        ((getattr(model, "_tp_size", None) or 1) > 1, "a target that several ranks share"),
+    ):
+        if is_found:
+            raise ValueError(
+                f"Requests cannot join a running batch of {reason}; call generate() for each batch instead."
+            )
+
+
+def check_row(model: PreTrainedModel, input_ids: torch.LongTensor, settings: Settings, model_kwargs: dict) -> None:
+    """Raises `ValueError` for a request that is no row of a running batch."""
+    if len(input_ids) != 1:
+        raise ValueError(f"A request has one prompt, and not {len(input_ids)}; add a request for each.")
+    if model_kwargs[CACHE].get_seq_length() or getattr(model_kwargs[CACHE], "_is_user_defined", False):
+        raise ValueError(f"A request cannot bring a cache; leave `{CACHE}` out.")
+    for name in model_kwargs.keys() - OF_A_ROW:
+        if isinstance(model_kwargs[name], torch.Tensor):
+            raise ValueError(f"A request cannot have `{name}`; leave it out, or call generate().")
+    changes = rope_that_changes(model)
+    if changes is not None and (settings.max_length is None or settings.max_length > changes[1]):
+        raise ValueError(
+            f"{type(model).__name__} has a rotary embedding that changes after {changes[1]} tokens, and rows of a "
+            f"running batch differ in length; set `max_length={changes[1]}` or less."
+        )
+
+
+def output_of(request_id: str, request: Request, created: float) -> GenerationOutput:
+    """Returns the tokens of a request that are certain, and its state."""
+    sequences = request.rows.sequences
+    end = sequences.kept(0) if request.has_ended.is_set() else sequences.settled(0)
+    output = GenerationOutput(request_id, list(request.prompt), created_time=created)
+    output.generated_tokens = sequences.ids[0, sequences.prompt_length : end].tolist()
+    output.status = RequestStatus.DECODING
+    if request.has_ended.is_set():
+        output.status = RequestStatus.FINISHED if request.error is None else RequestStatus.FAILED
+    output.error = None if request.error is None else f"{type(request.error).__name__}: {request.error}"
+    return output

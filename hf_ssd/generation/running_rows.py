@@ -1,0 +1,270 @@
+"""The rows of a running batch: requests with settings of their own, which join between two rounds, and leave."""
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+from transformers import GenerationConfig
+
+from ..cache.joining import JoiningRow
+from ..devices import from_host
+from ..rounds import Outcome, RoundRecord
+from ..stats import SSDStats
+from .call_rows import CallRows
+from .draft import FaultTolerantDraft
+from .target import Target
+
+
+class Request:
+    """
+    A row that is to join a running batch: its prompt without padding, the settings and seed that its draft gets, and a
+    function that makes its [`CallRows`] of one row once its place is known. `on_change` is called in the thread that
+    decodes, after each round that gave it tokens and when it has ended.
+    """
+
+    def __init__(
+        self,
+        prompt: list[int],
+        padding: int,
+        options: GenerationConfig,
+        seed: int,
+        rows: Callable[[Callable], CallRows],
+        on_change: Callable[["Request"], None] = lambda request: None,
+    ):
+        self.prompt, self.padding, self.options, self.seed, self.on_change = prompt, padding, options, seed, on_change
+        self.rows = rows(self._verify_alone)
+        self.target: Target | None = None  # once it has a place
+        self.row = -1
+        self.read = 0  # tokens of the prompt that the target has read
+        self.reader: JoiningRow | None = None
+        self.output: torch.LongTensor | None = None
+        self.error: BaseException | None = None
+        self.is_cancelled = False  # set in any thread
+        self.has_ended = threading.Event()
+
+    @property
+    def length(self) -> int:
+        """Tokens of the row, padding included."""
+        return self.rows.sequences.lengths[0]
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Ends the request with its output, or with an error."""
+        if self.has_ended.is_set():
+            return
+        try:
+            if error is None:
+                self.output = self.rows.finish()
+            self.error = error
+        except Exception as raised:  # by the streamer
+            self.error = raised
+        self.has_ended.set()
+        with contextlib.suppress(Exception):
+            self.on_change(self)
+
+    def _verify_alone(self, rows: list[int], place: int, lengths: list[int]) -> torch.Tensor:
+        of_all = list(self.target.rows.lengths)
+        of_all[self.row] = lengths[0]
+        return self.target.verify_alone([self.row], place, of_all)[self.row : self.row + 1]
+
+
+class RunningRows:
+    """
+    At most `count` requests at a time, in the order in which they came. The prompt of a request is read in pieces of
+    `prefill_chunk` tokens, one between two rounds, so that it does not stop the others. The rows have the interface of
+    [`CallRows`] for the loop. A request whose settings, criteria, processors or streamer raise ends alone.
+    """
+
+    uses_q = False  # requests that sample are coupled
+    join = streams = True
+
+    def __init__(self, count: int, prefill_chunk: int, device: torch.device, planner: Callable[[int], object]):
+        self.count, self.prefill_chunk, self.device, self.planner = count, prefill_chunk, device, planner
+        self.waiting: deque[Request] = deque()  # other threads append
+        self.reading: dict[int, Request] = {}  # by row, whose prompts are being read
+        self.live: dict[int, Request] = {}  # by row, that are decoded
+        self.pieces: dict[int, int] = {}  # by row, tokens of the prompt to read in this round
+        self.following: dict[int, torch.LongTensor] = {}  # what each row verifies
+        self.stats = SSDStats(count)
+        self.has_read = self.is_closing = self.wants_draft = False
+        self.planned_rows = 0
+        self.draft: FaultTolerantDraft | None = None
+
+    # ---------------------------------------------------------------- the batch as the target and the loop see it
+
+    @property
+    def lengths(self) -> list[int]:
+        return [self.live[row].length if row in self.live else 1 for row in range(self.count)]
+
+    @property
+    def last(self) -> torch.LongTensor:
+        last = {row: request.rows.sequences.last for row, request in self.live.items()}
+        blank = torch.zeros(1, dtype=torch.long, device=self.device)
+        return torch.cat([last.get(row, blank) for row in range(self.count)])
+
+    @property
+    def ids(self) -> torch.LongTensor:
+        """All tokens, which are looked at where logits are not finite."""
+        of_rows = {row: request.rows.sequences.ids[0] for row, request in self.live.items()}
+        result = torch.zeros(self.count, max(map(len, of_rows.values())), dtype=torch.long, device=self.device)
+        for row, ids in of_rows.items():
+            result[row, : len(ids)] = ids
+        return result
+
+    @property
+    def unfinished(self) -> list[bool]:
+        return [row in self.live for row in range(self.count)]
+
+    @property
+    def pause(self) -> bool:
+        """Whether no round follows with this draft. A request that joins after it has failed gets another one."""
+        return self.wants_draft or self.is_closing
+
+    def begin(self) -> None:
+        """Nothing is proposed for rows that the draft does not know."""
+        self.following = {}
+
+    def decide(self, logits: torch.Tensor | None, q: None, following: torch.LongTensor | None) -> Outcome:
+        tokens: list[list[int]] = [[] for _ in range(self.count)]
+        for row, own in list(self.following.items()):
+            with self._blaming(row) as request:
+                here = slice(row, row + 1)
+                tokens[row] = request.rows.decide(logits[here, : own.shape[1]], None, own).tokens[0]
+        return Outcome(tokens)
+
+    def keep(self, outcome: Outcome) -> None:
+        for row in list(self.following):
+            if row in self.live:
+                with self._blaming(row) as request:
+                    request.rows.keep(Outcome([outcome.tokens[row]]))
+
+    def propose(self, tokens: list[list[int]]) -> torch.LongTensor:
+        self.following = {row: request.rows.propose([tokens[row]]) for row, request in self.live.items()}
+        return from_host([[*of_row, -1] for of_row in tokens], self.device)
+
+    def report(self, stats: SSDStats) -> None:
+        """Gives each request its tokens and its part of the record, and ends those that have all tokens."""
+        record = stats.records[-1] if stats.records else None
+        for row in list(self.following):
+            if row not in self.live:
+                continue
+            with self._blaming(row) as request:
+                if request.is_cancelled:
+                    raise Cancelled("The request was cancelled.")
+                request.rows.stats.records.append(of_row(record, row))
+                request.rows.report(request.rows.stats)
+                request.on_change(request)
+                if not any(request.rows.unfinished):
+                    self._leave(row).end()
+        del stats.records[:-2]
+
+    # ---------------------------------------------------------------- joining and leaving
+
+    def admit(self, draft: FaultTolerantDraft) -> None:
+        """Gives waiting requests the places of rows that have ended, and the draft the next tokens of their prompts."""
+        self.draft = draft
+        for row in range(self.count):
+            if row in self.live or row in self.reading:
+                continue
+            request = self._next()
+            if request is None:
+                break
+            self.reading[row] = request
+            request.row = row
+            self.wants_draft = draft.failure is not None
+        self.pieces = {}
+        for row, request in list(self.reading.items()):
+            if request.is_cancelled:
+                self._leave(row).end(Cancelled("The request was cancelled."))
+                continue
+            # Nobody has to wait for a prompt if no row is decoded.
+            most = self.prefill_chunk if self.live else len(request.prompt)
+            self.pieces[row] = piece = min(most, len(request.prompt) - request.read)
+            tokens = request.prompt[request.read : request.read + piece]
+            is_all = request.read + piece == len(request.prompt)
+            draft.join(row, tokens, request.options if is_all else None, request.seed)
+            if self.live:
+                break  # one piece in a round
+        rows = len(self.live) + len(self.pieces)
+        planned = 1 << (rows - 1).bit_length() if rows else 0
+        if planned not in (0, self.planned_rows):
+            self.planned_rows, draft.planner = planned, self.planner(planned)
+            draft.planner.begin_call()
+
+    def read(self, target: Target) -> None:
+        """Reads the next tokens of prompts, while the draft does the same, and lets rows join whose prompts end."""
+        self.has_read = bool(self.pieces)
+        for row, piece in self.pieces.items():
+            request = self.reading[row]
+            try:
+                if request.reader is None:
+                    request.target, request.reader = target, JoiningRow(target.decoder)
+                end = request.read + piece
+                is_all = end == len(request.prompt)
+                # The last token is fed in the next round, in which it gives the first token of the answer.
+                request.reader.read(torch.tensor(request.prompt[request.read : end - is_all], dtype=torch.long))
+                request.read = end
+                if is_all:
+                    request.reader.join(row)
+                    target.columns_before_ids[row] = -request.padding
+                    self.live[row] = self.reading.pop(row)
+                    request.reader = None
+            except Exception as error:
+                self._leave(row).end(error)
+        self.pieces = {}
+
+    def resume(self, draft: FaultTolerantDraft) -> None:
+        """Gives the rows to another draft."""
+        self.draft, self.wants_draft = draft, False
+        for row, request in self.live.items():
+            text = request.rows.sequences.ids[0, request.padding : request.length].tolist()
+            draft.join(row, text, request.options, request.seed)
+        for row, request in self.reading.items():
+            draft.join(row, request.prompt[: request.read], None, request.seed)
+
+    def end_all(self, error: BaseException) -> None:
+        """Ends all requests, also those that wait."""
+        while (request := self._next()) is not None:
+            request.end(error)
+        for row in [*self.live, *self.reading]:
+            self._leave(row).end(error)
+
+    def _next(self) -> Request | None:
+        with contextlib.suppress(IndexError):
+            while True:
+                request = self.waiting.popleft()
+                if not request.is_cancelled:
+                    return request
+                request.end(Cancelled("The request was cancelled."))
+        return None
+
+    def _leave(self, row: int) -> Request:
+        request = self.live.pop(row, None) or self.reading.pop(row)
+        self.following.pop(row, None)
+        self.pieces.pop(row, None)
+        if self.draft is not None:
+            self.draft.leave(row)
+        return request
+
+    @contextlib.contextmanager
+    def _blaming(self, row: int) -> Iterator[Request]:
+        """A block in which an exception ends the request of this row alone."""
+        try:
+            yield self.live[row]
+        except Exception as error:
+            if row in self.live:
+                self._leave(row).end(error)
+
+
+class Cancelled(RuntimeError):
+    """The request was cancelled before it had all its tokens."""
+
+
+def of_row(record: RoundRecord | None, row: int) -> RoundRecord:
+    """Returns the part of a round's record that is of one row."""
+    if record is None:
+        return RoundRecord()
+    lists = ("sources", "ranks", "lengths", "early_alone", "early_beside", "accepted")
+    return replace(record, **{name: getattr(record, name)[row : row + 1] for name in lists})

@@ -1,0 +1,330 @@
+"""Requests that join a running batch: each has the tokens of a call of its own, whatever its neighbours do."""
+
+import os
+import signal
+import threading
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from transformers import LogitsProcessor
+from transformers.generation.continuous_batching.requests import RequestStatus
+from transformers.generation.streamers import BaseStreamer
+
+import hf_ssd
+from hf_ssd.cache.ragged import RaggedLayer
+from hf_ssd.config import SSDConfig
+from hf_ssd.drafting.speculator import Speculator
+from hf_ssd.generation import running_rows
+from hf_ssd.rounds import AHEAD, IN_TURN, PLAIN
+
+from ..helpers.tiny import FAMILIES, VOCAB, tiny_draft, tiny_model
+
+LENGTHS = (5, 23, 1, 12, 40)
+MODES = {
+    PLAIN: {"lookahead": 0},
+    IN_TURN: {"lookahead": 3, "budget": 8, "asynchronous": False},
+    AHEAD: {"lookahead": 3, "budget": 8},
+}
+
+
+def prompts(lengths=LENGTHS, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(2, VOCAB, (1, length), generator=generator) for length in lengths]
+
+
+class After(BaseStreamer):
+    """Does something in the thread that decodes, after the first tokens of a request."""
+
+    def __init__(self, action, tokens=2):
+        self.action, self.left = action, tokens
+
+    def put(self, value):
+        if value.dim() == 1:
+            self.left -= len(value)
+            if self.left <= 0 and self.action is not None:
+                action, self.action = self.action, None
+                action()
+
+    def end(self):
+        pass
+
+
+def all_results(manager, ids):
+    return [list(manager.request_id_iter(one))[-1] for one in ids]
+
+
+def run(target, draft, of_requests, settings, max_rows=3, prefill_chunk=8, seeds=None):
+    """Lets the first request begin, and all others come once it has tokens. Returns the requests, which have ended."""
+    manager = hf_ssd.continuous_batching(target, draft, SSDConfig(**settings), max_rows, prefill_chunk)
+    first, *others = of_requests
+    ids = {}
+
+    def add(number, **options):
+        if seeds is not None:
+            torch.manual_seed(seeds[number])
+        inputs = of_requests[number].pop("input_ids")
+        ids[number] = manager.add_request(inputs, **of_requests[number], **options)
+
+    found = {}
+    with manager:
+        add(0, streamer=After(lambda: [add(number) for number in range(1, len(of_requests))]))
+        request = manager.requests[ids[0]][0]
+        assert request.has_ended.wait(60)
+        found = [manager.requests[ids[number]][0] for number in range(len(of_requests))]
+        all_results(manager, [ids[number] for number in range(len(of_requests))])
+    return found
+
+
+def equal_to_alone(target, draft, settings, alone, of_requests, **options):
+    """Whether all requests have the tokens of calls of their own, and which counts were accepted in each."""
+    copies = [dict(one) for one in of_requests]
+    expected = [alone(number, one) for number, one in enumerate(of_requests)]
+    found = run(target, draft, copies, settings, **options)
+    assert [one.error for one in found] == [None] * len(found)
+    is_equal = all(torch.equal(one.output, other) for one, other in zip(found, expected))
+    return is_equal, [one.rows.stats.records for one in found]
+
+
+def greedy(lengths=LENGTHS, tokens=(30, 9, 14, 20, 11)):
+    options = {"do_sample": False}
+    return [{"input_ids": ids, "max_new_tokens": n, **options} for ids, n in zip(prompts(lengths), tokens)]
+
+
+def plainly(target):
+    return lambda number, one: target.generate(**one, ssd_config=None)
+
+
+def mixed():
+    """Sampled requests of different settings, and a greedy one."""
+    options = [{"temperature": 0.7}, {"top_k": 20}, {"do_sample": False}, {"repetition_penalty": 1.3}, {"top_p": 0.9}]
+    return [{**one, "do_sample": True, **own} for one, own in zip(greedy(), options)]
+
+
+def coupled(target, draft):
+    """A call of its own, which samples coupled and drafts in turn, and the counts that it accepts."""
+    config = SSDConfig(**MODES[IN_TURN], verification="coupled")
+
+    def alone(number, one):
+        torch.manual_seed(number)
+        output = target.generate(**one, assistant_model=draft, ssd_config=config, return_dict_in_generate=True)
+        alone.accepted[number] = [record.accepted for record in output.ssd_stats.records]
+        return output.sequences
+
+    alone.accepted = {}
+    return alone
+
+
+def accepted_counts(records):
+    """Returns the counts of each request after its first verification."""
+    return {number: [record.accepted for record in of_one[1:]] for number, of_one in enumerate(records)}
+
+
+def sampled(target, draft, mode=IN_TURN, drafts=None):
+    alone = coupled(target, draft)
+    is_equal, records = equal_to_alone(target, drafts or draft, MODES[mode], alone, mixed(), seeds=range(5))
+    return is_equal, accepted_counts(records) == alone.accepted, records
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_those_of_a_call(family, mode):
+    target, draft = hf_ssd.enable(tiny_model(family)), tiny_draft(family)
+    drafts, alone = draft, coupled(target, draft)
+    if mode == AHEAD:
+        drafts = hf_ssd.launch_draft(draft, num_threads=1)
+    is_equal, records = equal_to_alone(target, drafts, MODES[mode], plainly(target), greedy())
+    if mode == AHEAD:
+        drafts.close()
+    assert is_equal and {record.mode for of_one in records for record in of_one} == {mode}
+    assert all(torch.equal(alone(number, one), plainly(target)(0, one)) for number, one in enumerate(greedy()))
+    hits = sum(sum(record.hits) for of_one in records for record in of_one)
+    assert (hits > 0) == (mode == AHEAD)
+    # The first verification of a row that joins has no tokens of the draft; then all are as in the call.
+    assert mode == PLAIN or accepted_counts(records) == alone.accepted
+    assert any(count for counts in alone.accepted.values() for (count,) in counts)
+
+
+def test_a_seed_gives_the_tokens_of_a_coupled_call(target, draft):
+    """The draft proposes what it would alone: with the warpers and the noise of the request, whatever its place."""
+    assert sampled(target, draft)[:2] == (True, True)
+
+
+def test_a_seed_gives_the_tokens_of_a_coupled_call_in_a_worker(target, draft, assistant):
+    is_equal, _, records = sampled(target, draft, AHEAD, assistant)
+    assert is_equal and all(sum(sum(record.hits) for record in of_one) for of_one in records)
+
+
+def of_the_place(monkeypatch):
+    """The draft's noise is that of the row's place."""
+    make = running_rows.FaultTolerantDraft.join
+    monkeypatch.setattr(
+        running_rows.FaultTolerantDraft,
+        "join",
+        lambda self, row, tokens, options, seed: make(self, row, tokens, options, seed + 1),
+    )
+
+
+def not_cleared(monkeypatch):
+    """A row that joins takes the columns of the first row."""
+    take = RaggedLayer.take_row
+    monkeypatch.setattr(RaggedLayer, "take_row", lambda self, place, theirs, rows: take(self, 0, theirs, rows))
+
+
+def before_the_outcome(monkeypatch):
+    """The draft reads a row that joins before the outcome that it came with, which says that the row has ended."""
+    prepare = Speculator.join
+
+    def join(self, *row):
+        prepare(self, *row)
+        self.catch_up()
+        self._read_joining()
+
+    monkeypatch.setattr(Speculator, "join", join)
+
+
+@pytest.mark.parametrize("mutant, expected", [(of_the_place, (True, False)), (not_cleared, (False, False))])
+def test_mutants_are_noticed(mutant, expected, target, draft, monkeypatch):
+    alone = coupled(target, draft)
+    of_calls = [alone(number, one) for number, one in enumerate(mixed())]
+    mutant(monkeypatch)
+    found = run(target, draft, mixed(), MODES[IN_TURN], seeds=range(5))
+    accepted = accepted_counts([one.rows.stats.records for one in found])
+    is_equal = all(one.output is not None and torch.equal(one.output, own) for one, own in zip(found, of_calls))
+    assert (is_equal, accepted == alone.accepted) == expected
+
+
+def test_a_planned_batch_has_the_same_tokens(target, draft, assistant):
+    is_equal, records = equal_to_alone(target, assistant, {}, plainly(target), greedy(tokens=(60, 50, 40, 40, 40)))
+    assert is_equal and sum(sum(record.accepted) for of_one in records for record in of_one) > 0
+
+
+@settings(max_examples=20)
+@given(st.data())
+def test_whenever_requests_join(target, draft, data):
+    count = data.draw(st.integers(1, 6))
+    lengths = data.draw(st.lists(st.integers(1, 30), min_size=count, max_size=count))
+    tokens = data.draw(st.lists(st.integers(1, 25), min_size=count, max_size=count))
+    settings = MODES[data.draw(st.sampled_from([PLAIN, IN_TURN]))]
+    places = {"max_rows": data.draw(st.integers(1, 4)), "prefill_chunk": data.draw(st.integers(1, 12))}
+    of_requests = greedy(lengths, tokens)
+    of_requests[0]["max_new_tokens"] += 3  # the others come when it has some
+    is_equal, _ = equal_to_alone(target, draft, settings, plainly(target), of_requests, **places)
+    assert is_equal
+
+
+# ---------------------------------------------------------------- what a request is
+
+
+def test_outputs_come_as_the_tokens_do(target, draft):
+    one = greedy()[0]
+    expected = plainly(target)(0, one)[0, 5:].tolist()
+    with hf_ssd.continuous_batching(target, draft, SSDConfig(**MODES[IN_TURN])) as manager:
+        outputs = list(manager.request_id_iter(manager.add_request(**one, streaming=True)))
+        assert manager.generate(**one).tolist() == [one["input_ids"][0].tolist() + expected]
+    texts = [output.generated_tokens for output in outputs]
+    assert 5 < len(texts) < 30 and all(expected[: len(text)] == text for text in texts) and texts[-1] == expected
+    assert [output.status for output in outputs[-2:]] == [RequestStatus.DECODING, RequestStatus.FINISHED]
+
+
+def test_a_padded_prompt_gives_what_the_call_gives(target, draft):
+    one = greedy()[0]
+    ids = torch.cat([torch.zeros(1, 3, dtype=torch.long), one["input_ids"]], dim=1)
+    one |= {"input_ids": ids, "attention_mask": (torch.arange(8) >= 3).long()[None]}
+    is_equal, _ = equal_to_alone(target, draft, MODES[IN_TURN], plainly(target), [one, *greedy()[1:]])
+    assert is_equal
+
+
+def test_each_request_has_its_own_ends(target, draft):
+    requests = greedy(tokens=(30, 30, 30, 30, 30))
+    for one in requests[1:3]:
+        text = plainly(target)(0, one)[0, one["input_ids"].shape[1] :].tolist()
+        one["eos_token_id"] = text[7]
+    expected = [plainly(target)(0, one).shape[1] for one in requests]
+    is_equal, _ = equal_to_alone(target, draft, MODES[IN_TURN], plainly(target), requests)
+    assert is_equal and len({*expected}) == 5
+
+
+class Raises(LogitsProcessor):
+    def __init__(self, after=3):
+        self.left = after
+
+    def __call__(self, input_ids, scores):
+        self.left -= 1
+        if not self.left:
+            raise KeyError("of the user")
+        return scores
+
+
+def raising():
+    raise KeyError("of the user")
+
+
+@pytest.mark.parametrize("of_bad", [{"logits_processor": [Raises()]}, {"streamer": After(raising, 3)}])
+def test_what_a_request_raises_ends_it_alone(of_bad, target, draft):
+    good = greedy()[0]
+    expected = plainly(target)(0, good)
+    with hf_ssd.continuous_batching(target, draft, SSDConfig(**MODES[IN_TURN])) as manager:
+        bad = []
+        add = After(lambda: bad.append(manager.add_request(**greedy()[1], **of_bad)))
+        assert torch.equal(manager.generate(**good, streamer=add), expected)
+        (output,) = all_results(manager, bad)
+        assert output.status == RequestStatus.FAILED and output.error == "KeyError: 'of the user'"
+        assert torch.equal(manager.generate(**good), expected)
+
+
+def test_a_cancelled_request_leaves_its_place(target, draft):
+    with hf_ssd.continuous_batching(target, draft, SSDConfig(**MODES[IN_TURN]), max_rows=1) as manager:
+        cancel = After(lambda: manager.cancel_request("first"))
+        manager.add_request(prompts()[0], "first", max_new_tokens=200, do_sample=False, streamer=cancel)
+        manager.add_request(prompts()[1], "waits", max_new_tokens=200, do_sample=False)
+        manager.cancel_request("waits")
+        assert torch.equal(manager.generate(**greedy()[1]), plainly(target)(0, greedy()[1]))
+        for name in ("first", "waits"):
+            (output,) = all_results(manager, [name])
+            assert output.error.startswith("Cancelled") and len(output.generated_tokens) < 20
+
+
+def test_a_killed_worker_costs_no_token_and_the_next_request_gets_another(target, draft):
+    with hf_ssd.launch_draft(draft, num_threads=1) as assistant:
+        kill = After(lambda: os.kill(assistant.workers[0].worker_info["pid"], signal.SIGKILL), 6)
+        with hf_ssd.continuous_batching(target, assistant, SSDConfig(**MODES[AHEAD])) as manager:
+            long = {**greedy()[0], "max_new_tokens": 100}
+            expected = plainly(target)(0, long)
+            first = manager.add_request(**long, streamer=kill)
+            request = manager.requests[first][0]
+            all_results(manager, [first])
+            assert torch.equal(request.output, expected)
+            sources = [record.is_hit for record in request.rows.stats.records]
+            assert any(sources[:4]) and not any(sources[-10:])
+            second = manager.add_request(**long)
+            request = manager.requests[second][0]
+            all_results(manager, [second])
+            assert torch.equal(request.output, expected)
+        assert assistant.restarts == 1
+
+
+def test_a_closed_batch_ends_its_requests_and_its_thread(target, draft):
+    manager, closing = hf_ssd.continuous_batching(target, draft, SSDConfig(**MODES[IN_TURN])), threading.Event()
+    with pytest.raises(RuntimeError, match="with"):
+        manager.add_request(prompts()[0])
+    with manager:
+        name = manager.add_request(prompts()[0], max_new_tokens=200, do_sample=False, streamer=After(closing.set))
+        assert closing.wait(20)
+    assert not manager.thread.is_alive() and "closed" in manager.get_result(name).error
+    with pytest.raises(RuntimeError, match="does not run"):
+        manager.add_request(prompts()[0])
+
+
+def test_what_cannot_join_is_refused(target, draft):
+    with hf_ssd.continuous_batching(target, draft, SSDConfig(**MODES[IN_TURN])) as manager:
+        with pytest.raises(ValueError, match="one prompt, and not 2"):
+            manager.add_request(torch.ones(2, 3, dtype=torch.long))
+        with pytest.raises(ValueError, match="num_beams"):
+            manager.add_request(prompts()[0], num_beams=2)
+        manager.add_request(prompts()[0], "name", max_new_tokens=2)
+        with pytest.raises(ValueError, match="already"):
+            manager.add_request(prompts()[0], "name")
+    with pytest.raises(ValueError, match="at least 1"):
+        hf_ssd.continuous_batching(target, draft, max_rows=0)
