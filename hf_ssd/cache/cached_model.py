@@ -131,6 +131,18 @@ class CachedModel:
             mask = self.mask(allowed, places[0], torch.arange(width, device=self.device))
         return self.forward(tokens, places, mask, logits_to_keep)
 
+    def of_one_row(self) -> "CachedModel":
+        """Returns the same model with an empty cache, to read the text of a row that is to join these rows."""
+        return CachedModel(self.model, RaggedCache(), column_limit=self.column_limit, view=self.view)
+
+    def read(self, tokens: torch.LongTensor, length: int) -> None:
+        """Feeds the next tokens `(1, count)` of the only row after its first `length` columns."""
+        self.extend(tokens, [length], torch.zeros(1, dtype=torch.long, device=self.device))
+
+    def take_row(self, row: int, other: "CachedModel", length: int) -> None:
+        """Takes the only row of another one, which has read `length` tokens, as a row that was left out."""
+        self.cache.take_row(row, other.cache)
+
     def finish(self, output: torch.LongTensor, fed: list[int], columns_before: int) -> None:
         """
         Feeds the last tokens of `output` to rows that ended before others, and the padding after these, as plain

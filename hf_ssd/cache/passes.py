@@ -11,6 +11,7 @@ from .compiled import FEWEST_TOKENS, call_compiled, is_compiled, why_not_compile
 from .graphs import CapturedPass, Graphs, are_wanted, power_of_two, rounded, static_copy, why_not_captured
 from .ragged import RaggedCache
 from .recurrent import RecurrentCache, RecurrentModel
+from .row_store import RowStore
 from .support import are_close, is_flash_attention
 
 WINDOW_STEP = 64  # columns by which a window grows
@@ -104,13 +105,19 @@ class CapturedModel(CachedModel):
         graphs.storage.clear()
 
 
-def cached_model(model: PreTrainedModel, cache: RaggedCache, cuda_graphs: bool | str = False, **options) -> CachedModel:
+def cached_model(
+    model: PreTrainedModel,
+    cache: RaggedCache,
+    cuda_graphs: bool | str = False,
+    tokens: RowStore | None = None,
+    **options,
+) -> CachedModel:
     """
     Returns the [`CachedModel`] for the passes of a call. Hooks of [`~hf_ssd.cache.hidden_states.HiddenStates`] run in
-    eager passes alone. For `cuda_graphs` see `SSDConfig`.
+    eager passes alone. For `cuda_graphs` see `SSDConfig`, for the `tokens` of an empty cache [`RecurrentModel`].
     """
     if isinstance(cache, RecurrentCache):
-        return RecurrentModel(model, cache, cuda_graphs=cuda_graphs, **options)
+        return RecurrentModel(model, cache, tokens, cuda_graphs, **options)
     # Flash attention takes no masks, and only a mask hides the columns of a window that are not in use.
     compiles = is_compiled(model) and why_not_compiled(model) is None and not is_flash_attention(model)
     if options.get("hidden_states") is None and compiles:

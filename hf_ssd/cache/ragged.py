@@ -182,8 +182,10 @@ class RaggedCache(DynamicCache):
             place = self.left_out.index(row)
             self.left_out[place] = self.left_out[0]
             self.rows, self.left_out = [*self.rows, row], self.left_out[1:]
+        place, count = self.rows.index(row), len(self.rows) + len(self.left_out)
         for index, layer in enumerate(theirs.layers):
-            self._layer(index).take_row(self.rows.index(row), layer, len(self.rows) + len(self.left_out))
+            if isinstance(layer, RaggedLayer):
+                self._layer(index).take_row(place, layer, count)
         self._reopen()
 
     def _arrange(self, before: list[int], order: list[int]) -> None:

@@ -14,7 +14,7 @@ import math
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionLayer
 from transformers.utils import logging
 
 from ..devices import from_host
@@ -98,6 +98,13 @@ class RecurrentCache(RaggedCache):
             for storage in (layer.keys, layer.values):
                 storage[rows, :, columns] = storage[rows, :, source_columns]
 
+    def take_row(self, row: int, theirs: RaggedCache) -> None:
+        layers = [] if self.current_states() else zip(self.layers, theirs.layers)
+        for ours, other in layers:
+            if isinstance(ours, LinearAttentionLayer):
+                _copy_states(other, ours)  # passes replace the states themselves
+        super().take_row(row, theirs)
+
     def copy_to(self, cache: Cache, length: int) -> Cache:
         super().copy_to(cache, length)
         for ours, theirs in zip(self.layers, cache.layers):
@@ -152,6 +159,7 @@ class RecurrentModel(CachedModel):
             self.tokens = tokens
             self.states = [{0: None} for _ in tokens.values]
         self.first = list(self.states)  # a call may end at a token before the last checkpoint
+        self.reads_prompts = False
         self.refed = 0  # tokens, of all rows together, fed again since refeeds were shortened last
 
     @property
@@ -194,9 +202,28 @@ class RecurrentModel(CachedModel):
         tokens = inputs["input_ids"].shape[1]
         for layer, (size, limit) in self.of_mamba.items():
             layer.chunk_size = min(size, max(SHORTEST_CHUNK, power_of_two(tokens)))
-            layer.time_step_limit = limit if self.cache.is_empty else (0.0, math.inf)
+            layer.time_step_limit = limit if self.cache.is_empty or self.reads_prompts else (0.0, math.inf)
         logits = super().run(inputs, logits_to_keep)
         return logits if branches == 1 else logits.view(-1, branches, logits.shape[-1])
+
+    def of_one_row(self):
+        cache = RecurrentCache(DynamicCache(config=self.model.config.get_text_config(decoder=True)))
+        tokens = RowStore(torch.zeros(1, 0, dtype=torch.long, device=self.device))
+        alone = RecurrentModel(self.model, cache, tokens, column_limit=self.column_limit, view=self.view)
+        alone.reads_prompts = True
+        return alone
+
+    def read(self, tokens, length):
+        self.tokens.write(tokens, [length])
+        end = length + tokens.shape[1]
+        self._feed([length], tokens.shape[1], [end], torch.zeros(1, dtype=torch.long))
+        self.forget(0, end, end)
+
+    def take_row(self, row, other, length):
+        super().take_row(row, other, length)
+        self.states[row] = {length: other.states[0][length]}
+        self.tokens.reserve(length)
+        self.tokens.values[row, :length] = other.tokens.values[0, :length]
 
     def finish(self, output, fed, columns_before):
         rows, last = list(range(len(output))), columns_before + output.shape[1] - 1
@@ -247,7 +274,7 @@ class RecurrentModel(CachedModel):
 
     def copies(self, sources: list[States | None]) -> list[torch.Tensor]:
         """Returns copies of these states, one for each row of a batch; an empty list before the first pass."""
-        current = self.cache.current_states()
+        current = next((source[0] for source in sources if source), None) or self.cache.current_states()
         groups: dict[int, tuple[list[torch.Tensor] | None, list[tuple[int, int]]]] = {}
         for place, source in enumerate(sources):
             states, row = source or (None, 0)

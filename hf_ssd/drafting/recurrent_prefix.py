@@ -31,15 +31,26 @@ class RecurrentPrefix(VerifiedPrefix):
         return logits
 
     @functools.cached_property
+    def free_memory(self) -> int | None:
+        return devices.free_memory(self.device)
+
+    @property
     def most_states(self):
-        free, size = devices.free_memory(self.device), len(self.lengths) * self.decoder.bytes_of_a_row
-        return LARGEST if free is None else max(1, min(LARGEST, int(MEMORY_FOR_STATES * free / size)))
+        size = len(self.lengths) * self.decoder.bytes_of_a_row
+        if not size or self.free_memory is None:  # no row has joined yet
+            return LARGEST
+        return max(1, min(LARGEST, int(MEMORY_FOR_STATES * self.free_memory / size)))
 
     def adopt(self, branches, chosen):
         adopted, logits = branches.adopt(chosen, [n - 1 for n in self.columns])
         for row in adopted:
             self.fed[row] = self.columns[row] - 1 + branches.depth
         return logits if adopted == self.rows else None
+
+    def _free(self, rows):
+        super()._free(rows)
+        for row in rows:
+            self.decoder.states[row] = {0: None}
 
     def forget_speculation(self):
         super().forget_speculation()

@@ -18,7 +18,7 @@ from .. import devices
 from ..cache.attached import attached_to
 from ..cache.cache_name import CACHE
 from ..cache.compiled import is_compiled
-from ..cache.support import attention_layout, is_flash_attention, rope_that_changes, without_wrapper
+from ..cache.support import is_flash_attention, rope_that_changes, without_wrapper
 from ..cache.trial import check_supported
 from ..config import COUPLED, SSDConfig
 from ..distributed.sessions import SessionRequest
@@ -28,7 +28,7 @@ from ..planning.cost_model import LOOKAHEADS
 from ..planning.experience import CallKind
 from ..planning.planner import planner_for
 from ..stats import SSDDecoderOnlyOutput
-from .api import SSDGenerationMixin, _move_stop_strings
+from .api import SSDGenerationMixin, _bound, _move_stop_strings
 from .call_rows import CallRows
 from .checks import check_arguments, check_generation
 from .draft import FaultTolerantDraft
@@ -58,8 +58,9 @@ class ContinuousBatching:
     ```
 
     Args:
-        model (`PreTrainedModel`): The target, with attention in all layers, in one process.
-        assistant_model: The draft, as in [`SSDGenerationMixin.generate`]. It cannot be one that reads hidden states.
+        model (`PreTrainedModel`): The target, in one process.
+        assistant_model (*optional*): The draft, as in [`SSDGenerationMixin.generate`], but none that reads hidden
+            states. By default the draft and the settings that the model was enabled with.
         ssd_config ([`SSDConfig`] or `dict`, *optional*): Settings of all requests.
         max_rows (`int`): Requests that are decoded at a time. The others wait in the order in which they came.
         prefill_chunk (`int`): Tokens of a prompt that are read between two rounds of other requests.
@@ -82,6 +83,10 @@ class ContinuousBatching:
         if max_rows < 1 or prefill_chunk < 1:
             raise ValueError(f"`max_rows` and `prefill_chunk` are at least 1, and not {max_rows} and {prefill_chunk}.")
         self.model = model = without_wrapper(model)
+        if assistant_model is None and ssd_config is None and model in _bound:
+            assistant_model, ssd_config, tokenizers = _bound[model]
+            tokenizer = tokenizer or tokenizers.get("tokenizer")
+            assistant_tokenizer = assistant_tokenizer or tokenizers.get("assistant_tokenizer")
         config = SSDConfig.from_dict(ssd_config) if isinstance(ssd_config, dict) else ssd_config or SSDConfig()
         self.resolved = check_arguments(model, assistant_model, config, synced_gpus=None)
         check_joining(model, self.resolved)
@@ -129,7 +134,14 @@ class ContinuousBatching:
     def __exit__(self, *exception) -> None:
         self.stop()
 
-    def add_request(self, input_ids, request_id: str | None = None, streaming: bool = False, **kwargs) -> str:
+    def add_request(
+        self,
+        input_ids,
+        request_id: str | None = None,
+        streaming: bool = False,
+        seed: int | None = None,
+        **kwargs,
+    ) -> str:
         """
         Lets a request join, and returns its id at once.
 
@@ -137,6 +149,8 @@ class ContinuousBatching:
             input_ids (`list[int]` or `torch.LongTensor` of shape `(length,)` or `(1, length)`): The prompt.
             request_id (`str`, *optional*): An id that no other request has.
             streaming (`bool`): Whether [`~ContinuousBatching.request_id_iter`] gets the tokens of each round.
+            seed (`int`, *optional*): The sampled tokens are those of a coupled call after `torch.manual_seed(seed)`. By
+                default the state of torch's generator counts, as in a call.
             kwargs: Arguments of `generate()`: `generation_config`, `max_new_tokens`, `do_sample`, `streamer`,
                 `logits_processor`, `stopping_criteria`, `stop_strings` with `tokenizer`, and so on. A processor, a
                 criterion or a streamer is called in the thread that decodes.
@@ -157,7 +171,9 @@ class ContinuousBatching:
             if streaming or request.has_ended.is_set():
                 outputs.put(output_of(request_id, request, created))
 
-        self.requests[request_id] = self._prepared(input_ids, changed, **kwargs), outputs
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        seed = int(torch.randint(2**31, (), generator=generator))  # what a call draws
+        self.requests[request_id] = self._prepared(input_ids, changed, seed, **kwargs), outputs
         self.rows.waiting.append(self.requests[request_id][0])
         self.wake.set()
         return request_id
@@ -204,13 +220,13 @@ class ContinuousBatching:
 
     # ---------------------------------------------------------------- a request
 
-    def _prepared(self, input_ids, changed, streamer=None, **kwargs) -> Request:
+    def _prepared(self, input_ids, changed, seed: int, streamer=None, **kwargs) -> Request:
         """Returns the request as transformers' own `generate()` prepares it."""
         ids = torch.as_tensor(input_ids, device=self.device)
         ids = ids[None] if ids.dim() == 1 else ids
         options = {"ssd_config": None} if isinstance(self.model, SSDGenerationMixin) else {}
         _move_stop_strings(self.model, kwargs)
-        made = functools.partial(self._request, changed=changed, of_the_user=streamer)
+        made = functools.partial(self._request, changed=changed, seed=seed, of_the_user=streamer)
         return self.model.generate(ids, custom_generate=made, streamer=streamer, **options, **kwargs)
 
     def _request(
@@ -221,6 +237,7 @@ class ContinuousBatching:
         stopping_criteria,
         generation_config: GenerationConfig,
         changed=None,
+        seed: int = 0,
         of_the_user=None,
         **model_kwargs,
     ) -> Request:
@@ -230,7 +247,6 @@ class ContinuousBatching:
         check_row(model, input_ids, settings, model_kwargs)
         prompt = prompts_without_padding(input_ids, model_kwargs.get("attention_mask"))[0].tolist()
         padding = input_ids.shape[1] - len(prompt)
-        seed = int(torch.randint(2**31, ())) if settings.do_sample else 0  # as in a call
         options = copy.copy(generation_config)
         options.max_length = settings.max_length
         rows = functools.partial(
@@ -294,10 +310,8 @@ def continuous_batching(
 
 def check_joining(model: PreTrainedModel, resolved: ResolvedDraft) -> None:
     """Raises `ValueError` for models whose rows cannot join."""
-    recurrent = attention_layout(model).recurrent or (resolved.info is not None and resolved.info.recurrent)
     for is_found, reason in (
         (resolved.reads, "a draft that reads hidden states of its target"),
-        (recurrent, "a model with recurrent layers"),
         (is_compiled(model), "a compiled target"),
         (is_flash_attention(model), 'flash attention, which reads no 4D masks; load the target with "sdpa"'),
         (attached_to(model).may_depend_on_rows, "hooks that may depend on the rows of a batch"),

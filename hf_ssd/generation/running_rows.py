@@ -91,6 +91,7 @@ class RunningRows:
         self.has_read = self.is_closing = self.wants_draft = False
         self.planned_rows = 0
         self.draft: FaultTolerantDraft | None = None
+        self.on_round: Callable[[SSDStats], None] = lambda stats: None  # is told of each round of all rows
 
     # ---------------------------------------------------------------- the batch as the target and the loop see it
 
@@ -147,6 +148,7 @@ class RunningRows:
     def report(self, stats: SSDStats) -> None:
         """Gives each request its tokens and its part of the record, and ends those that have all tokens."""
         record = stats.records[-1] if stats.records else None
+        self.on_round(stats)
         for row in list(self.following):
             if row not in self.live:
                 continue

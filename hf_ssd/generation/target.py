@@ -9,7 +9,6 @@ from ..cache.cached_model import CachedModel, view_for_passes
 from ..cache.compiled import uncompiled
 from ..cache.hidden_states import HiddenStates, hooked_modules
 from ..cache.passes import cached_model
-from ..cache.ragged import RaggedCache
 from ..cache.recurrent import ragged_copy
 from ..cache.row_store import RowStore
 from ..cache.support import last_position_limit
@@ -39,7 +38,9 @@ class Target:
     def begin(self, rows: int) -> None:
         """Makes a cache for this many rows, all of which join later. [`~Target.close`] must follow."""
         limit = last_position_limit(self.model)
-        self.decoder = cached_model(self.model, RaggedCache(), column_limit=limit, view=self.view)
+        cache = ragged_copy(DynamicCache(config=self.model.config.get_text_config(decoder=True)))
+        tokens = RowStore(torch.zeros(rows, 0, dtype=torch.long, device=devices.of_model(self.model)))
+        self.decoder = cached_model(self.model, cache, column_limit=limit, view=self.view, tokens=tokens)
         self.decoder.cache.have_free_rows(rows)
         self.columns_before_ids = [0] * rows
 

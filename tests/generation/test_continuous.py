@@ -19,6 +19,7 @@ from hf_ssd.drafting.speculator import Speculator
 from hf_ssd.generation import running_rows
 from hf_ssd.rounds import AHEAD, IN_TURN, PLAIN
 
+from ..helpers.families import HYBRIDS, sharp_model, tiny_config
 from ..helpers.tiny import FAMILIES, VOCAB, tiny_draft, tiny_model
 
 LENGTHS = (5, 23, 1, 12, 40)
@@ -32,6 +33,10 @@ MODES = {
 def prompts(lengths=LENGTHS, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(2, VOCAB, (1, length), generator=generator) for length in lengths]
+
+
+def mark(family):
+    return family if family in ("qwen3_next", "bamba") else pytest.param(family, marks=pytest.mark.slow)
 
 
 class After(BaseStreamer):
@@ -71,7 +76,9 @@ def run(target, draft, of_requests, settings, max_rows=3, prefill_chunk=8, seeds
     with manager:
         add(0, streamer=After(lambda: [add(number) for number in range(1, len(of_requests))]))
         request = manager.requests[ids[0]][0]
-        assert request.has_ended.wait(60)
+        assert request.has_ended.wait(300)
+        if request.error is not None:
+            raise request.error
         found = [manager.requests[ids[number]][0] for number in range(len(of_requests))]
         all_results(manager, [ids[number] for number in range(len(of_requests))])
     return found
@@ -94,6 +101,16 @@ def greedy(lengths=LENGTHS, tokens=(30, 9, 14, 20, 11)):
 
 def plainly(target):
     return lambda number, one: target.generate(**one, ssd_config=None)
+
+
+@pytest.mark.parametrize("mode", [PLAIN, IN_TURN])
+@pytest.mark.parametrize("family", [mark(name) for name in HYBRIDS])
+def test_rows_of_hybrids_join(family, mode):
+    """Target and draft have recurrent states, which a row brings when it joins."""
+    config = tiny_config(family)
+    target, draft = hf_ssd.enable(sharp_model(config)), sharp_model(config, noise=0.02)
+    is_equal, records = equal_to_alone(target, draft, MODES[mode], plainly(target), greedy())
+    assert is_equal and (sum(sum(record.accepted) for of_one in records for record in of_one) > 0) == (mode != PLAIN)
 
 
 def mixed():
