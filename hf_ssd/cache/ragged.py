@@ -169,6 +169,17 @@ class RaggedCache(DynamicCache):
             self.rows, self.left_out = None, []
             self._reopen()
 
+    @property
+    def bytes_of_a_column(self) -> int:
+        """The size of a column, of all rows together."""
+        layers = [layer for layer in self.ragged if layer.is_initialized]
+        return sum(one[:, :, 0].nbytes for layer in layers for one in (layer.keys, layer.values))
+
+    @property
+    def capacity(self) -> int:
+        """Columns that the storage has."""
+        return max((layer.keys.shape[2] for layer in self.ragged if layer.is_initialized), default=0)
+
     def have_free_rows(self, count: int) -> None:
         """Lets an empty cache have this many rows, all of which are left out until they are taken."""
         self.rows, self.left_out = [], list(range(count))

@@ -41,6 +41,8 @@ class CallRows(Decider):
         self.settings, self.uses_q, self.propose = settings, settings.uses_q, sequences.propose
         self.stream = None if streamer is None else Stream(streamer, sequences)
         self.streams = streamer is not None
+        wanted = self.wants_scores or self.logits is not None
+        self.is_simple = not (self.by_step or self.processors or settings.do_sample or wanted)
         self.stats = SSDStats(sequences.batch_size, adjustable=adjustable(settings.config, self.uses_q))
 
     def begin(self) -> torch.LongTensor:

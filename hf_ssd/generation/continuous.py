@@ -44,6 +44,10 @@ LOOK = 0.5  # seconds between two looks whether the thread that decodes is alive
 END_TIMEOUT = 60.0  # seconds for that thread to reach its next round
 
 
+class BatchIsFull(RuntimeError):
+    """As many requests wait for a place in a running batch as may wait."""
+
+
 class ContinuousBatching:
     """
     A running batch of a target and its draft, in a thread of its own. A request joins between two rounds, while others
@@ -64,6 +68,7 @@ class ContinuousBatching:
         ssd_config ([`SSDConfig`] or `dict`, *optional*): Settings of all requests.
         max_rows (`int`): Requests that are decoded at a time. The others wait in the order in which they came.
         prefill_chunk (`int`): Tokens of a prompt that are read between two rounds of other requests.
+        max_waiting (`int`, *optional*): Requests that may wait for a place. By default any number.
         tokenizer, assistant_tokenizer (*optional*): As in [`SSDGenerationMixin.generate`].
 
     Raises:
@@ -77,11 +82,13 @@ class ContinuousBatching:
         ssd_config: SSDConfig | dict | None = None,
         max_rows: int = 8,
         prefill_chunk: int = 256,
+        max_waiting: int | None = None,
         tokenizer=None,
         assistant_tokenizer=None,
     ):
         if max_rows < 1 or prefill_chunk < 1:
             raise ValueError(f"`max_rows` and `prefill_chunk` are at least 1, and not {max_rows} and {prefill_chunk}.")
+        self.max_waiting = max_waiting
         self.model = model = without_wrapper(model)
         if assistant_model is None and ssd_config is None and model in _bound:
             assistant_model, ssd_config, tokenizers = _bound[model]
@@ -158,9 +165,12 @@ class ContinuousBatching:
         Raises:
             `ValueError`: The request cannot be answered.
             `RuntimeError`: The batch does not run.
+            [`BatchIsFull`]: `max_waiting` requests wait already.
         """
         if not self.is_running():
             raise RuntimeError("This batch does not run; use it in a `with` block, or call start() before.")
+        if self.max_waiting is not None and len(self.rows.waiting) >= self.max_waiting + self._free_places:
+            raise BatchIsFull(f"{len(self.rows.waiting)} requests wait already; try again later.")
         request_id = f"req_{next(self.numbers)}" if request_id is None else request_id
         if request_id in self.requests:
             raise ValueError(f"There is a request {request_id!r} already; give another `request_id`.")
@@ -177,6 +187,10 @@ class ContinuousBatching:
         self.rows.waiting.append(self.requests[request_id][0])
         self.wake.set()
         return request_id
+
+    @property
+    def _free_places(self) -> int:
+        return self.max_rows - len(self.rows.live) - len(self.rows.reading)
 
     def cancel_request(self, request_id: str) -> None:
         """Ends a request with its next round, if it has not ended yet."""
@@ -300,11 +314,12 @@ def continuous_batching(
     ssd_config: SSDConfig | dict | None = None,
     max_rows: int = 8,
     prefill_chunk: int = 256,
+    max_waiting: int | None = None,
     tokenizer=None,
     assistant_tokenizer=None,
 ) -> ContinuousBatching:
     """Returns a running batch, to be used in a `with` block. For the arguments see [`ContinuousBatching`]."""
-    places = model, assistant_model, ssd_config, max_rows, prefill_chunk
+    places = model, assistant_model, ssd_config, max_rows, prefill_chunk, max_waiting
     return ContinuousBatching(*places, tokenizer, assistant_tokenizer)
 
 

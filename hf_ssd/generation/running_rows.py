@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from transformers import GenerationConfig
 
+from .. import devices
 from ..cache.joining import JoiningRow
 from ..devices import from_host
 from ..rounds import Outcome, RoundRecord
@@ -16,6 +17,9 @@ from ..stats import SSDStats
 from .call_rows import CallRows
 from .draft import FaultTolerantDraft
 from .target import Target
+from .verification import verify_greedy
+
+SPARE = 4  # times the memory of the new columns: old and new storage exist at once, of both models
 
 
 class Request:
@@ -87,6 +91,7 @@ class RunningRows:
         self.live: dict[int, Request] = {}  # by row, that are decoded
         self.pieces: dict[int, int] = {}  # by row, tokens of the prompt to read in this round
         self.following: dict[int, torch.LongTensor] = {}  # what each row verifies
+        self.proposed: list[list[int]] = []  # the same, of equal lengths
         self.stats = SSDStats(count)
         self.has_read = self.is_closing = self.wants_draft = False
         self.planned_rows = 0
@@ -128,12 +133,30 @@ class RunningRows:
         self.following = {}
 
     def decide(self, logits: torch.Tensor | None, q: None, following: torch.LongTensor | None) -> Outcome:
-        tokens: list[list[int]] = [[] for _ in range(self.count)]
+        found = self._decide_together(logits, following) if self.following else {}
+        tokens = [found.get(row, []) for row in range(self.count)]
         for row, own in list(self.following.items()):
-            with self._blaming(row) as request:
-                here = slice(row, row + 1)
-                tokens[row] = request.rows.decide(logits[here, : own.shape[1]], None, own).tokens[0]
+            if row not in found:
+                with self._blaming(row) as request:
+                    here = slice(row, row + 1)
+                    tokens[row] = request.rows.decide(logits[here, : own.shape[1]], None, own).tokens[0]
         return Outcome(tokens)
+
+    def _decide_together(self, logits: torch.Tensor, following: torch.LongTensor) -> dict[int, list[int]]:
+        """Returns the new tokens of the greedy rows whose logits nothing processes and are finite."""
+        simple = {row: own.shape[1] for row, own in self.following.items() if self.live[row].rows.is_simple}
+        if len(simple) < 2:
+            return {}
+        accepted, bonus = verify_greedy(logits, following[:, :-1])
+        unsound = logits[..., 0].isnan().any(dim=1)
+        decided = torch.stack([accepted, bonus, unsound.long()]).tolist()  # a single copy
+        found = {}
+        for row, most in simple.items():
+            k, token, is_unsound = (of_all[row] for of_all in decided)
+            if not is_unsound:  # the row may need fewer tokens than others
+                found[row] = [*self.proposed[row][:k], token][:most]
+                self.live[row].rows.of_round = None, (), None
+        return found
 
     def keep(self, outcome: Outcome) -> None:
         for row in list(self.following):
@@ -143,6 +166,7 @@ class RunningRows:
 
     def propose(self, tokens: list[list[int]]) -> torch.LongTensor:
         self.following = {row: request.rows.propose([tokens[row]]) for row, request in self.live.items()}
+        self.proposed = tokens
         return from_host([[*of_row, -1] for of_row in tokens], self.device)
 
     def report(self, stats: SSDStats) -> None:
@@ -228,19 +252,28 @@ class RunningRows:
 
     def end_all(self, error: BaseException) -> None:
         """Ends all requests, also those that wait."""
-        while (request := self._next()) is not None:
-            request.end(error)
+        while self.waiting:
+            self.waiting.popleft().end(error)
         for row in [*self.live, *self.reading]:
             self._leave(row).end(error)
 
     def _next(self) -> Request | None:
-        with contextlib.suppress(IndexError):
-            while True:
-                request = self.waiting.popleft()
-                if not request.is_cancelled:
-                    return request
-                request.end(Cancelled("The request was cancelled."))
+        """Returns the next request that waits, unless the memory for its tokens is taken by rows that will end."""
+        while self.waiting:
+            request = self.waiting[0]
+            if not request.is_cancelled and self.live and not self._has_memory(request):
+                return None
+            self.waiting.popleft()
+            if not request.is_cancelled:
+                return request
+            request.end(Cancelled("The request was cancelled."))
         return None
+
+    def _has_memory(self, request: Request) -> bool:
+        """Whether the caches of target and draft, taken to be of one size, can grow to the columns of a request."""
+        cache, free = next(iter(self.live.values())).target.decoder.cache, devices.free_memory(self.device)
+        columns = (request.options.max_length or len(request.prompt)) - request.padding - cache.capacity
+        return free is None or SPARE * columns * cache.bytes_of_a_column <= free
 
     def _leave(self, row: int) -> Request:
         request = self.live.pop(row, None) or self.reading.pop(row)

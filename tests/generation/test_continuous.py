@@ -13,10 +13,12 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 from transformers.generation.streamers import BaseStreamer
 
 import hf_ssd
+from hf_ssd import devices
 from hf_ssd.cache.ragged import RaggedLayer
 from hf_ssd.config import SSDConfig
 from hf_ssd.drafting.speculator import Speculator
 from hf_ssd.generation import running_rows
+from hf_ssd.generation.continuous import BatchIsFull
 from hf_ssd.rounds import AHEAD, IN_TURN, PLAIN
 
 from ..helpers.families import HYBRIDS, sharp_model, tiny_config
@@ -345,3 +347,50 @@ def test_what_cannot_join_is_refused(target, draft):
             manager.add_request(prompts()[0], "name")
     with pytest.raises(ValueError, match="at least 1"):
         hf_ssd.continuous_batching(target, draft, max_rows=0)
+
+
+def test_only_so_many_requests_wait(target, draft):
+    one = {"max_new_tokens": 100, "do_sample": False}
+    config = SSDConfig(**MODES[IN_TURN])
+    with hf_ssd.continuous_batching(target, draft, config, max_rows=1, max_waiting=1) as manager:
+        refused = []
+
+        def add():
+            ids.append(manager.add_request(prompts()[1], **one))
+            with pytest.raises(BatchIsFull, match="1 requests wait"):
+                manager.add_request(prompts()[2], **one)
+            refused.append(True)
+
+        ids = [manager.add_request(prompts()[0], **one, streamer=After(add))]
+        all_results(manager, ids[:1])
+        all_results(manager, ids[1:])
+    assert refused == [True]
+
+
+def test_a_request_waits_for_memory_that_running_rows_will_free(target, draft, monkeypatch):
+    """The cache has no room for a longer row while another is decoded; alone it is tried in any case."""
+    monkeypatch.setattr(devices, "free_memory", lambda device: 0)
+    alive = []
+    watch = After(lambda: None)
+    watch.put = lambda value: alive.append(len(manager.rows.live))
+    with hf_ssd.continuous_batching(target, draft, SSDConfig(**MODES[IN_TURN])) as manager:
+        short, long = ({"max_new_tokens": n, "do_sample": False, "streamer": watch} for n in (20, 150))
+        ids = [manager.add_request(prompts()[0], **short), manager.add_request(prompts()[1], **long)]
+        outputs = all_results(manager, ids)
+    assert [len(output.generated_tokens) for output in outputs] == [20, 150] and max(alive) == 1
+
+
+def test_a_bound_draft_and_settings_are_those_of_the_batch(draft):
+    model = hf_ssd.enable(tiny_model(), draft, SSDConfig(**MODES[IN_TURN]))
+    with hf_ssd.continuous_batching(model) as manager:
+        request = manager.requests[manager.add_request(**greedy()[0])][0]
+        assert request.has_ended.wait(60)
+    assert {record.mode for record in request.rows.stats.records} == {IN_TURN}
+
+
+def test_the_seed_of_a_request_is_that_of_torch(target, draft):
+    one, alone = mixed()[0], coupled(target, draft)
+    with hf_ssd.continuous_batching(target, draft, SSDConfig(**MODES[IN_TURN])) as manager:
+        texts = [manager.generate(**one, seed=seed) for seed in (5, 5, 6)]
+    assert torch.equal(texts[0], alone(5, one)) and torch.equal(texts[0], texts[1])
+    assert not torch.equal(texts[0], texts[2])
