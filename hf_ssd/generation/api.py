@@ -68,7 +68,7 @@ class SSDGenerationMixin:
         kwargs |= {"inputs": inputs, "generation_config": generation_config, "logits_processor": logits_processor}
         kwargs |= {"stopping_criteria": stopping_criteria, "prefix_allowed_tokens_fn": prefix_allowed_tokens_fn}
         kwargs |= {"synced_gpus": synced_gpus, "streamer": streamer}
-        draft, settings, tokenizers = _bound.get(self, (None, None, {}))
+        draft, settings, tokenizers = bound_to(self)
         is_bound = isinstance(ssd_config, str) and ssd_config == BOUND
         if is_bound:
             is_theirs = kwargs.get("custom_generate") not in (None, generate)  # another way to generate
@@ -196,6 +196,11 @@ def disable(model: Model) -> Model:
     return model
 
 
+def bound_to(model: PreTrainedModel) -> tuple:
+    """Returns the draft, settings and tokenizers that a model was enabled with."""
+    return _bound.get(model, (None, None, {}))
+
+
 def _takes_no_draft(ssd_config) -> bool:
     """Whether the settings name a drafter that takes no draft model."""
     return getattr(_settings(ssd_config), "drafter", None) in WITHOUT_DRAFT
@@ -225,7 +230,7 @@ def _generate(plain, model, assistant_model, ssd_config, streamer=None, synced_g
     resolved = check_arguments(model, assistant_model, ssd_config, synced_gpus)
     translation = translation_for(model, resolved, kwargs.get("tokenizer"), kwargs.pop("assistant_tokenizer", None))
     tokenizer = kwargs.get("tokenizer")
-    _move_stop_strings(model, kwargs)
+    move_stop_strings(model, kwargs)
     # transformers passes neither the draft nor the streamer to a custom decoding method, so they are bound here.
     decoding_method = functools.partial(
         speculative_speculative_decoding,
@@ -242,7 +247,7 @@ def _generate(plain, model, assistant_model, ssd_config, streamer=None, synced_g
         _tokenizer.reset(before)
 
 
-def _move_stop_strings(model, kwargs: dict) -> None:
+def move_stop_strings(model, kwargs: dict) -> None:
     """Turns `stop_strings` into a criterion; transformers passes no tokenizer on to a custom decoding method."""
     if model.generation_config.stop_strings is not None:
         raise ValueError(

@@ -14,7 +14,9 @@ from transformers.generation import (
 from transformers.generation import utils as generation_utils
 from transformers.generation.logits_process import DiaEOSDelayPatternLogitsProcessor
 
+from ..cache.attached import attached_to
 from ..cache.cache_name import CACHE
+from ..cache.compiled import is_compiled
 from ..cache.support import (
     attention_layout,
     check_own_decoding,
@@ -44,6 +46,8 @@ LOOKUPS = {
     "assistant_early_exit": ": the draft is `assistant_model`",
 }
 ASSISTED_OPTIONS = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
+
+OF_A_ROW = {CACHE, "attention_mask", "position_ids", "use_cache", "logits_to_keep"}  # inputs of a request
 
 ROOM = 2 * LONGEST_LOOKAHEAD + 2  # columns beyond `max_length`, for drafted tokens that are not accepted
 
@@ -198,6 +202,38 @@ def check_generation(
         raise ValueError(
             "Flash attention reads no 4D masks, which batches need; load the draft with "
             'attn_implementation="sdpa", or leave out `asynchronous=False`: a worker switches by itself.'
+        )
+
+
+def check_joining(model: PreTrainedModel, resolved: ResolvedDraft) -> None:
+    """Raises `ValueError` for models whose rows cannot join."""
+    for is_found, reason in (
+        (resolved.reads, "a draft that reads hidden states of its target"),
+        (is_compiled(model), "a compiled target"),
+        (is_flash_attention(model), 'flash attention, which reads no 4D masks; load the target with "sdpa"'),
+        (attached_to(model).may_depend_on_rows, "hooks that may depend on the rows of a batch"),
+        ((getattr(model, "_tp_size", None) or 1) > 1, "a target that several ranks share"),
+    ):
+        if is_found:
+            raise ValueError(
+                f"Requests cannot join a running batch of {reason}; call generate() for each batch instead."
+            )
+
+
+def check_row(model: PreTrainedModel, input_ids: torch.LongTensor, settings: Settings, model_kwargs: dict) -> None:
+    """Raises `ValueError` for a request that is no row of a running batch."""
+    if len(input_ids) != 1:
+        raise ValueError(f"A request has one prompt, and not {len(input_ids)}; add a request for each.")
+    if model_kwargs[CACHE].get_seq_length() or getattr(model_kwargs[CACHE], "_is_user_defined", False):
+        raise ValueError(f"A request cannot bring a cache; leave `{CACHE}` out.")
+    for name in model_kwargs.keys() - OF_A_ROW:
+        if isinstance(model_kwargs[name], torch.Tensor):
+            raise ValueError(f"A request cannot have `{name}`; leave it out, or call generate().")
+    changes = rope_that_changes(model)
+    if changes is not None and (settings.max_length is None or settings.max_length > changes[1]):
+        raise ValueError(
+            f"{type(model).__name__} has a rotary embedding that changes after {changes[1]} tokens, and rows of a "
+            f"running batch differ in length; set `max_length={changes[1]}` or less."
         )
 
 

@@ -15,10 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 from .. import devices
-from ..cache.attached import attached_to
-from ..cache.cache_name import CACHE
-from ..cache.compiled import is_compiled
-from ..cache.support import is_flash_attention, rope_that_changes, without_wrapper
+from ..cache.support import without_wrapper
 from ..cache.trial import check_supported
 from ..config import COUPLED, SSDConfig
 from ..distributed.sessions import SessionRequest
@@ -28,9 +25,9 @@ from ..planning.cost_model import LOOKAHEADS
 from ..planning.experience import CallKind
 from ..planning.planner import planner_for
 from ..stats import SSDDecoderOnlyOutput
-from .api import SSDGenerationMixin, _bound, _move_stop_strings
+from .api import SSDGenerationMixin, bound_to, move_stop_strings
 from .call_rows import CallRows
-from .checks import check_arguments, check_generation
+from .checks import check_arguments, check_generation, check_joining, check_row
 from .draft import FaultTolerantDraft
 from .loop import decode, target_cores, where_it_drafts
 from .running_rows import Cancelled, Request, RunningRows
@@ -39,7 +36,6 @@ from .settings import Settings
 from .target import Target
 from .tokenizers import translation_for
 
-OF_A_ROW = {CACHE, "attention_mask", "position_ids", "use_cache", "logits_to_keep"}  # inputs of a request
 LOOK = 0.5  # seconds between two looks whether the thread that decodes is alive
 END_TIMEOUT = 60.0  # seconds for that thread to reach its next round
 
@@ -90,8 +86,8 @@ class ContinuousBatching:
             raise ValueError(f"`max_rows` and `prefill_chunk` are at least 1, and not {max_rows} and {prefill_chunk}.")
         self.max_waiting = max_waiting
         self.model = model = without_wrapper(model)
-        if assistant_model is None and ssd_config is None and model in _bound:
-            assistant_model, ssd_config, tokenizers = _bound[model]
+        if assistant_model is None and ssd_config is None:
+            assistant_model, ssd_config, tokenizers = bound_to(model)
             tokenizer = tokenizer or tokenizers.get("tokenizer")
             assistant_tokenizer = assistant_tokenizer or tokenizers.get("assistant_tokenizer")
         config = SSDConfig.from_dict(ssd_config) if isinstance(ssd_config, dict) else ssd_config or SSDConfig()
@@ -239,7 +235,7 @@ class ContinuousBatching:
         ids = torch.as_tensor(input_ids, device=self.device)
         ids = ids[None] if ids.dim() == 1 else ids
         options = {"ssd_config": None} if isinstance(self.model, SSDGenerationMixin) else {}
-        _move_stop_strings(self.model, kwargs)
+        move_stop_strings(self.model, kwargs)
         made = functools.partial(self._request, changed=changed, seed=seed, of_the_user=streamer)
         return self.model.generate(ids, custom_generate=made, streamer=streamer, **options, **kwargs)
 
@@ -308,53 +304,6 @@ class ContinuousBatching:
                     decode(target, self.rows, draft, None, time.perf_counter())
 
 
-def continuous_batching(
-    model,
-    assistant_model=None,
-    ssd_config: SSDConfig | dict | None = None,
-    max_rows: int = 8,
-    prefill_chunk: int = 256,
-    max_waiting: int | None = None,
-    tokenizer=None,
-    assistant_tokenizer=None,
-) -> ContinuousBatching:
-    """Returns a running batch, to be used in a `with` block. For the arguments see [`ContinuousBatching`]."""
-    places = model, assistant_model, ssd_config, max_rows, prefill_chunk, max_waiting
-    return ContinuousBatching(*places, tokenizer, assistant_tokenizer)
-
-
-def check_joining(model: PreTrainedModel, resolved: ResolvedDraft) -> None:
-    """Raises `ValueError` for models whose rows cannot join."""
-    for is_found, reason in (
-        (resolved.reads, "a draft that reads hidden states of its target"),
-        (is_compiled(model), "a compiled target"),
-        (is_flash_attention(model), 'flash attention, which reads no 4D masks; load the target with "sdpa"'),
-        (attached_to(model).may_depend_on_rows, "hooks that may depend on the rows of a batch"),
-        ((getattr(model, "_tp_size", None) or 1) > 1, "a target that several ranks share"),
-    ):
-        if is_found:
-            raise ValueError(
-                f"Requests cannot join a running batch of {reason}; call generate() for each batch instead."
-            )
-
-
-def check_row(model: PreTrainedModel, input_ids: torch.LongTensor, settings: Settings, model_kwargs: dict) -> None:
-    """Raises `ValueError` for a request that is no row of a running batch."""
-    if len(input_ids) != 1:
-        raise ValueError(f"A request has one prompt, and not {len(input_ids)}; add a request for each.")
-    if model_kwargs[CACHE].get_seq_length() or getattr(model_kwargs[CACHE], "_is_user_defined", False):
-        raise ValueError(f"A request cannot bring a cache; leave `{CACHE}` out.")
-    for name in model_kwargs.keys() - OF_A_ROW:
-        if isinstance(model_kwargs[name], torch.Tensor):
-            raise ValueError(f"A request cannot have `{name}`; leave it out, or call generate().")
-    changes = rope_that_changes(model)
-    if changes is not None and (settings.max_length is None or settings.max_length > changes[1]):
-        raise ValueError(
-            f"{type(model).__name__} has a rotary embedding that changes after {changes[1]} tokens, and rows of a "
-            f"running batch differ in length; set `max_length={changes[1]}` or less."
-        )
-
-
 def output_of(request_id: str, request: Request, created: float) -> GenerationOutput:
     """Returns the tokens of a request that are certain, and its state."""
     sequences = request.rows.sequences
@@ -366,3 +315,6 @@ def output_of(request_id: str, request: Request, created: float) -> GenerationOu
         output.status = RequestStatus.FINISHED if request.error is None else RequestStatus.FAILED
     output.error = None if request.error is None else f"{type(request.error).__name__}: {request.error}"
     return output
+
+
+continuous_batching = ContinuousBatching  # the name of a function, as `with` reads it
