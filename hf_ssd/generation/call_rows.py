@@ -37,11 +37,12 @@ class CallRows(Decider):
     ):
         coupled = settings.config.verification == COUPLED
         noise = Noise(seed, vocab_size, coupled) if settings.do_sample else None
-        super().__init__(settings, sequences, noise, padding, ranks or TargetRanks(), verify_alone)
+        on_logits = getattr(streamer, "on_logits", None)
+        super().__init__(settings, sequences, noise, padding, ranks or TargetRanks(), verify_alone, on_logits)
         self.settings, self.uses_q, self.propose = settings, settings.uses_q, sequences.propose
         self.stream = None if streamer is None else Stream(streamer, sequences)
         self.streams = streamer is not None
-        wanted = self.wants_scores or self.logits is not None
+        wanted = self.wants_scores or self.logits is not None or on_logits is not None
         self.is_simple = not (self.by_step or self.processors or settings.do_sample or wanted)
         self.stats = SSDStats(sequences.batch_size, adjustable=adjustable(settings.config, self.uses_q))
 

@@ -35,10 +35,11 @@ class Decider:
         padding: list[int],  # columns before each row's first token
         ranks: TargetRanks,
         verify_alone: Callable[[list[int], int, list[int]], torch.Tensor],
+        on_logits: Callable[[int, list[int], torch.Tensor], None] | None = None,  # see [`RoundStreamer`]
     ):
         self.processors = processors = settings.processors
         self.sequences, self.noise, self.padding = sequences, noise, padding
-        self.ranks, self.verify_alone = ranks, verify_alone
+        self.ranks, self.verify_alone, self.on_logits = ranks, verify_alone, on_logits
         self.do_sample = settings.do_sample
         wants_logits = settings.wants_dict and settings.options.output_logits
         self.wants_scores = settings.wants_dict and settings.options.output_scores
@@ -67,6 +68,8 @@ class Decider:
         for record, values in ((self.scores, scores), (self.logits, logits)):
             for row, of_row in zip(rows, values) if record else ():
                 record.add(row, of_row[: len(new_tokens[row])])
+        for row, of_row in zip(rows, logits) if self.on_logits else ():
+            self.on_logits(row, new_tokens[row], of_row[: len(new_tokens[row])])
         self.sequences.stop_where_plain_generation_would(
             new_tokens, self.scores.up_to if self.scores else lambda _: None
         )

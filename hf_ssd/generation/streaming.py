@@ -55,6 +55,10 @@ class RoundStreamer(BaseStreamer):
         streamer (`BaseStreamer`, *optional*): Where the tokens go.
     """
 
+    # Set by a subclass: called before a round is streamed with the number of a row, its new tokens, some of which may
+    # come after the end of the row, and the raw logits `(new_tokens, vocab_size)` that they were chosen from.
+    on_logits: Callable[[int, list[int], torch.Tensor], None] | None = None
+
     def __init__(self, on_round: Callable[[SSDStats], None], streamer: BaseStreamer | None = None):
         self.on_round, self.streamer = on_round, streamer
 
@@ -82,10 +86,10 @@ class Stream:
                 self.lengths[row] = length = self.sequences.settled(row)
                 if length > before:
                     self.streamer.on_tokens(row, self.sequences.ids[row, before:length].cpu().clone())
-            return
-        before, self.columns = self.columns, self.sequences.settled_columns
-        for tokens in self.sequences.as_in_plain_generation(self.columns)[:, before:].cpu().unbind(1):
-            self.streamer.put(tokens.clone())  # a copy, which the streamer may change
+        else:
+            before, self.columns = self.columns, self.sequences.settled_columns
+            for tokens in self.sequences.as_in_plain_generation(self.columns)[:, before:].cpu().unbind(1):
+                self.streamer.put(tokens.clone())  # a copy, which the streamer may change
         if isinstance(self.streamer, RoundStreamer):
             self.streamer.on_round(stats)
 

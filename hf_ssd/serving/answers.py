@@ -8,6 +8,7 @@ from tokenizers.decoders import DecodeStream
 from transformers.utils.chat_parsing import ResponseParser
 
 from .parameters import ToolCall
+from .rows import held_back
 
 
 class LenientParser:
@@ -88,6 +89,7 @@ def lenient(processor):
         pieces = DecodeStream([], skip_special_tokens=False)  # as a stream is decoded
         for token in response.tolist():
             events += parser.feed(pieces.step(tokenizer.backend_tokenizer, token) or "")
+        events += parser.feed(held_back(tokenizer.backend_tokenizer, response.tolist(), False))
         events += parser.finalize()[1]
         message = {"tool_calls": calls(events)}
         for field, text in texts(events):

@@ -7,28 +7,29 @@ import inspect
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.cli.serving.utils import (
     BaseGenerateManager,
-    DirectStreamer,
     InferenceThread,
     _GenerationCancelled,
     _StreamError,
 )
 from transformers.generation.streamers import BaseStreamer
 
-from ..generation.streaming import RoundStreamer
+from ..generation.streaming import BatchStreamer, RoundStreamer
 from ..stats import SSDStats
 from .answers import LenientParser
 from .errors import Refusal
-from .limits import check_prompt, check_settings, positions_of
+from .limits import check_prompt, check_rows, check_settings, positions_of
+from .logprobs import Entry, entries_of_prompt
 from .metrics import CANCELLED, FAILED, FINISHED, REFUSED, Totals
 from .parameters import Parameters
 from .penalties import Penalties
-from .stops import StopCriteria
+from .rows import Choice, Row, StopCriteria
 
 END_TIMEOUT = 10.0  # seconds for a running call to reach its next round
 
@@ -44,8 +45,20 @@ class Call:
     is_prepared: bool = False  # whether its prompt is tokenized
     has_begun: bool = False  # whether a token of its answer was generated
     error: Exception | None = None  # raised by its generation
+    choices: list[Choice] = field(default_factory=list)  # of the answer to the prompt
+    rows: list[Row] = field(default_factory=list)  # of `generate()`: one for each choice, or one for all
+    of_prompt: list[Entry] = field(default_factory=list)  # its log-probabilities
+    generation: Future = field(default_factory=Future)  # of the prompt's answer
     tokens: int = 0  # generated so far
     seconds: float = 0.0  # of generating, without waiting for a turn
+
+    def begin(self, prompt: list[int] | None) -> None:
+        """Begins the answer to a prompt."""
+        self.prompt, self.is_prepared, self.has_begun = prompt, False, False
+        self.choices, self.rows, self.of_prompt, self.generation = [], [], [], Future()
+
+    def row(self, choice: int) -> Row:
+        return self.rows[choice % len(self.rows)]
 
     def blamed(self, error: Exception) -> Exception:
         """Returns an error as the client is to see it: one of its own settings, or of the server once there is text."""
@@ -69,12 +82,16 @@ def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
         yield
 
 
-class CountingStreamer(RoundStreamer):
-    """Counts the tokens and rounds of a call, passes both on, and ends the call when nobody waits for it."""
+class CountingStreamer(BatchStreamer, RoundStreamer):
+    """
+    Counts the tokens and rounds of a call, passes both on, and ends the call when nobody waits for it. Each of the
+    `rows` has a streamer; a single row may have several.
+    """
 
-    def __init__(self, calls: "TurnTaking", call: Call, streamer: BaseStreamer | None, totals: Totals):
-        super().__init__(self._count, streamer)
-        self.calls, self.call, self.totals = calls, call, totals
+    def __init__(self, calls: "TurnTaking", call: Call, streamers: list[BaseStreamer], totals: Totals, rows: list[Row]):
+        self.calls, self.call, self.streamers, self.totals, self.rows = calls, call, streamers, totals, rows
+        if rows[0].likely is not None:
+            self.on_logits = lambda row, tokens, logits: rows[row].add_logits(tokens, logits)
 
     def check(self) -> None:
         """Raises an error if the call is to end."""
@@ -83,18 +100,27 @@ class CountingStreamer(RoundStreamer):
         if self.calls.are_over:
             raise Refusal("The server ends.", status=503)
 
-    def _count(self, stats: SSDStats) -> None:
+    def on_round(self, stats: SSDStats) -> None:
         self.totals.add_round(stats)
-        if isinstance(self.streamer, RoundStreamer):
-            self.streamer.on_round(stats)
+        for streamer in self.streamers:
+            if isinstance(streamer, RoundStreamer):
+                streamer.on_round(stats)
 
     def put(self, value: torch.LongTensor) -> None:
         self.check()
-        if value.dim() == 1:  # the prompt comes first, with two dimensions
-            self.call.has_begun = True
-            self.totals.tokens += len(value)
-            self.call.tokens += len(value)
-        super().put(value)
+        if value.dim() == 1:
+            return super().put(value)
+        for streamer in self.streamers:  # the prompt comes first, with two dimensions
+            streamer.put(value)
+
+    def on_tokens(self, row: int, tokens: torch.LongTensor) -> None:
+        self.check()
+        tokens = tokens[: len(self.rows[row].settle(tokens.tolist()))]
+        self.call.has_begun = True
+        self.totals.tokens += len(tokens)
+        self.call.tokens += len(tokens)
+        for streamer in self.streamers[row :: len(self.rows)]:
+            streamer.put(tokens)
 
     def end(self) -> None:
         """Does nothing: [`TurnTaking`] tells the client when it has counted the call."""
@@ -119,50 +145,68 @@ class TurnTaking(BaseGenerateManager):
 
     def generate_streaming(self, model, processor, inputs, gen_config, request_id, response_parser=None):
         """Called in the thread that prepares."""
-        call, queue, tokenizer = CALL.get(), asyncio.Queue(), getattr(processor, "tokenizer", processor)
+        call, tokenizer = CALL.get(), getattr(processor, "tokenizer", processor)
         self.prepare(model, inputs, gen_config, call)
         if response_parser is not None:
             response_parser = LenientParser(response_parser, tokenizer.all_special_tokens)
-        streamer = DirectStreamer(tokenizer.backend_tokenizer, call.loop, queue, response_parser)
-
-        def run() -> None:
-            try:
-                self.generate(model, call, streamer, **inputs, generation_config=gen_config, tokenizer=processor)
-            except Exception as error:
-                end = None if isinstance(error, _GenerationCancelled) else _StreamError(str(error))
-                call.loop.call_soon_threadsafe(queue.put_nowait, end)
-
-        self.submit(run)
-        return queue, streamer
+        choice = Choice(call.loop, tokenizer.backend_tokenizer, True, response_parser)
+        self._join(call, choice, model, {**inputs, "generation_config": gen_config, "tokenizer": processor})
+        return choice.queue, choice.streamer
 
     async def generate_non_streaming(self, model, processor, inputs, gen_config, request_id):
+        """Called in the thread that prepares, until it waits."""
         call = CALL.get()
         self.prepare(model, inputs, gen_config, call)
-        options = {"generation_config": gen_config, "tokenizer": processor}
-        sequences = await self.async_submit(self.generate, model, call, **inputs, **options)
-        length = inputs["input_ids"].shape[-1]
-        tokens = sequences[0, length:]
-        return processor.decode(tokens, skip_special_tokens=True), length, tokens
+        choice = Choice(call.loop, getattr(processor, "tokenizer", processor).backend_tokenizer, False)
+        self._join(call, choice, model, {**inputs, "generation_config": gen_config, "tokenizer": processor})
+        await asyncio.sleep(0)  # here a coroutine that `requests.begun_in` has begun goes on in the event loop
+        await asyncio.shield(asyncio.wrap_future(call.generation))  # which ends also if nobody waits
+        tokens = torch.tensor(choice.tokens, dtype=torch.long)
+        return processor.decode(tokens, skip_special_tokens=True), inputs["input_ids"].shape[-1], tokens
+
+    def _join(self, call: Call, choice: Choice, model: PreTrainedModel, options: dict) -> None:
+        """Adds a choice to a call, which runs when it has all of them."""
+        call.choices.append(choice)
+        if len(call.choices) == call.parameters.count():
+            self.submit(self._run, call, model, options)
+
+    def _run(self, call: Call, model: PreTrainedModel, options: dict) -> None:
+        try:
+            self.generate(model, call, call.choices, **options)
+            call.generation.set_result(None)
+        except Exception as error:
+            for choice in call.choices:
+                choice.fail(None if isinstance(error, _GenerationCancelled) else _StreamError(str(error)))
+            call.generation.set_exception(error)
 
     async def async_submit(self, fn, *args, **kwargs):
         """Returns the result of a function in the thread that generates. The function ends also if nobody waits."""
-        await asyncio.sleep(0)  # here a coroutine that `requests.begun_in` has begun goes on in the event loop
         return await asyncio.shield(asyncio.wrap_future(self.submit(fn, *args, **kwargs)))
 
-    def generate(self, model: PreTrainedModel, call: Call, streamer: BaseStreamer | None = None, **kwargs):
-        """Runs `generate()` with the call's seed and stop strings, counts the call, and ends it if nobody waits."""
-        end, start = FAILED, time.perf_counter()
+    def generate(self, model: PreTrainedModel, call: Call, streamers: list[BaseStreamer], **kwargs) -> None:
+        """
+        Runs `generate()` with the call's seed and stop strings, counts the call, and ends it if nobody waits. Sampled
+        choices are rows of a batch. A greedy call has a single row, which all streamers get.
+        """
+        end, start, parameters = FAILED, time.perf_counter(), call.parameters
+        config, length = kwargs["generation_config"], kwargs["input_ids"].shape[1]
+        tokenizer = getattr(kwargs.get("tokenizer"), "tokenizer", kwargs.get("tokenizer"))
+        tokenizer = getattr(tokenizer, "backend_tokenizer", None)
+        count, stops, penalties = len(streamers) if config.do_sample else 1, parameters.stops(), parameters.penalties()
+        call.rows = [Row(stops, parameters.likely(), tokenizer) for _ in range(count)]
         try:
-            counting = CountingStreamer(self, call, streamer, self.totals)
+            counting = CountingStreamer(self, call, streamers, self.totals, call.rows)
             counting.check()
-            length, penalties = kwargs["input_ids"].shape[1], call.parameters.penalties()
-            if stops := call.parameters.stops():
-                tokenizer = getattr(kwargs["tokenizer"], "tokenizer", kwargs["tokenizer"]).backend_tokenizer
-                kwargs["stopping_criteria"] = StoppingCriteriaList([StopCriteria(stops, tokenizer, length)])
+            if parameters.echoes() and parameters.likely() is not None:
+                call.of_prompt = entries_of_prompt(model, call.prompt, parameters.likely(), counting.check)
+            if count > 1:
+                config.num_return_sequences = count
+            if stops:
+                kwargs["stopping_criteria"] = StoppingCriteriaList([StopCriteria(call.rows, length)])
             if any(penalties):
                 kwargs["logits_processor"] = LogitsProcessorList([Penalties(length, *penalties)])
-            with seeded(call.parameters.seed, model.device):
-                output = model.generate(**kwargs, streamer=counting)
+            with seeded(parameters.seed, model.device):
+                model.generate(**kwargs, streamer=counting)
             end = FINISHED
         except _GenerationCancelled:  # the client has left
             end = CANCELLED
@@ -174,9 +218,8 @@ class TurnTaking(BaseGenerateManager):
         finally:
             self.totals.requests[end] += 1
             call.seconds += time.perf_counter() - start
-        if streamer is not None:
+        for streamer in streamers:
             streamer.end()
-        return output
 
     @contextlib.contextmanager
     def counting_refusals(self) -> Iterator[None]:
@@ -203,5 +246,7 @@ class TurnTaking(BaseGenerateManager):
         with self.counting_refusals():
             check_prompt(model, inputs["input_ids"].flatten().tolist())
             check_settings(model, gen_config, known_as)
-        limits = [gen_config.max_new_tokens, longest and longest - length, self.max_tokens]
-        gen_config.max_new_tokens = min(filter(None, limits), default=None)
+            limits = [gen_config.max_new_tokens, longest and longest - length, self.max_tokens]
+            gen_config.max_new_tokens = most = min(filter(None, limits), default=None)
+            if gen_config.do_sample and most is not None:
+                check_rows(model, call.parameters.count(), length + most)

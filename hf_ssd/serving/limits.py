@@ -9,7 +9,9 @@ from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import Modality
 from transformers.utils.chat_template_utils import _get_template_variables
 
+from ..devices import free_memory
 from .errors import Refusal
+from .logprobs import Names
 from .parameters import Parameters
 
 # Settings of a generation config whose whole numbers are ids of tokens.
@@ -27,6 +29,7 @@ class Limits:
     def __init__(self, model: PreTrainedModel, processor, names: list[str]):
         self.names, self.model = names, model
         self.tokenizer = getattr(processor, "tokenizer", processor)
+        self.token_names = Names(self.tokenizer, model.config.get_text_config(decoder=True).vocab_size)
         self.positions = positions_of(model)
         longest = max(map(len, self.tokenizer.get_vocab()))
         self.characters = None if self.positions is None else self.positions * longest
@@ -74,6 +77,21 @@ def check_prompt(model: PreTrainedModel, tokens: list[int]) -> None:
     if positions is not None and len(tokens) >= positions:
         raise Refusal(f"The prompt has {len(tokens)} tokens; the model takes fewer than {positions}.")
     _check_tokens(model, "prompt", tokens)
+
+
+def check_rows(model: PreTrainedModel, count: int, positions: int) -> None:
+    """Raises [`Refusal`] if the keys and values of several rows need more memory than is free."""
+    config, free = model.config.get_text_config(decoder=True), free_memory(model.device)
+    heads = getattr(config, "num_attention_heads", None) or 1
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    heads = getattr(config, "num_key_value_heads", None) or heads
+    needed = 2 * count * positions * config.num_hidden_layers * heads * width * model.dtype.itemsize
+    if count > 1 and free is not None and needed > free:
+        raise Refusal(
+            f"{count} choices of {positions} tokens need {needed / 2**30:.2f} GB of memory, and {free / 2**30:.2f} GB "
+            "are free: ask for fewer choices in `n`, or for fewer tokens.",
+            "n",
+        )
 
 
 def check_settings(model: PreTrainedModel, config: GenerationConfig, names: dict[str, str]) -> None:

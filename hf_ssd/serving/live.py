@@ -133,7 +133,7 @@ class Live:
             inputs = inputs.to(self.model.device)
             self.calls.prepare(self.model, inputs, config, call)
             send({"reading": inputs["input_ids"].shape[1]})
-            self.calls.generate(self.model, call, streamer, **inputs, generation_config=config, **without_draft)
+            self.calls.generate(self.model, call, [streamer], **inputs, generation_config=config, **without_draft)
             send({"end": "finished"})
         except Exception as error:
             send({"error": described(error)[1]["error"]["message"]})

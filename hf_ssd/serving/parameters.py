@@ -9,7 +9,12 @@ from .errors import Refusal
 
 TEXTS = ("text", "input_text", "output_text")  # types of a message's parts
 LARGEST = 2**31 - 1
+OURS = {  # parameters that transformers' handlers do not get
+    *("seed", "logit_bias", "stop", "tool_choice", "frequency_penalty", "presence_penalty"),
+    *("n", "logprobs", "top_logprobs", "echo"),
+}
 TUNING = {"safety_identifier", "service_tier", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"}
+LOGPROBS = "`true` in chats, from 0 to 5 likely tokens in completions; see [below](#log-probabilities)"
 
 
 def done(about: str, **limits) -> Any:
@@ -126,8 +131,7 @@ class Parameters(Strict):
             body.pop("tools", None)
         if "max_completion_tokens" in body:  # transformers 5.17 reads the other name alone
             body["max_tokens"] = body.pop("max_completion_tokens")
-        ours = ("seed", "logit_bias", "stop", "tool_choice", "frequency_penalty", "presence_penalty")
-        return {name: value for name, value in body.items() if name not in ours and value != []}
+        return {name: value for name, value in body.items() if name not in OURS and value != []}
 
     def settings(self) -> dict:
         """Returns the fields of the generation config that transformers' handlers do not set."""
@@ -146,6 +150,22 @@ class Parameters(Strict):
     def penalties(self) -> list[float]:
         """Returns the penalties for the frequency and the presence of a token in the answer."""
         return [getattr(self, name, None) or 0.0 for name in ("frequency_penalty", "presence_penalty")]
+
+    def count(self) -> int:
+        """Returns the number of choices for each prompt."""
+        return getattr(self, "n", None) or 1
+
+    def echoes(self) -> bool:
+        """Returns whether a choice begins with the prompt."""
+        return bool(getattr(self, "echo", None))
+
+    def likely(self) -> int | None:
+        """Returns how many likely tokens to name beside each token, or `None` if no log-probabilities are wanted."""
+        return None
+
+    def edits(self) -> bool:
+        """Returns whether anything of the answer is not as transformers' handler gives it."""
+        return self.count() > 1 or self.echoes() or self.likely() is not None or bool(self.stops())
 
     def prompts(self) -> list[str | list[int]]:
         """Returns the prompts, each a text or its tokens, of a request that is not a chat."""
@@ -174,6 +194,7 @@ class Generation(Parameters):
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = done(
         "a text, or up to 16, before which the answer ends; no empty one"
     )
+    n: int | None = done("from 1 to 8 choices, of which sampled ones differ", ge=1, le=8)
     frequency_penalty: Penalty | None = done("from -2 to 2, for each time that the answer has a token")
     presence_penalty: Penalty | None = done("from -2 to 2, for each token that the answer has")
     logit_bias: dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]] | None = (
@@ -186,7 +207,7 @@ class ChatRequest(Generation):
 
     refused = {
         **dict.fromkeys("audio function_call functions moderation reasoning_effort verbosity".split()),
-        **{"n": 1, "logprobs": False, "top_logprobs": 0, "parallel_tool_calls": True},
+        **{"parallel_tool_calls": True},
         **{"store": False, "response_format": {"type": "text"}, "modalities": ["text"], "web_search_options": None},
     }
     no_effect = {"user", "metadata", "prediction", *TUNING}
@@ -197,15 +218,31 @@ class ChatRequest(Generation):
     tools: list[Tool] | None = done("functions; refused if the model's chat template does not use them")
     tool_choice: Literal["auto", "none"] | None = done('"auto", or "none", which leaves the tools out')
     chat_template_kwargs: dict[str, Any] | None = done("transformers' own: variables of the chat template")
+    logprobs: bool | None = done(LOGPROBS)
+    top_logprobs: int | None = done("from 0 to 20 likely tokens, with `logprobs`", ge=0, le=20)
+
+    @model_validator(mode="after")
+    def asks_for_logprobs(self):
+        if self.top_logprobs and not self.logprobs:
+            raise Refusal("`top_logprobs` needs `logprobs` to be true.", "top_logprobs")
+        return self
+
+    def likely(self) -> int | None:
+        return self.top_logprobs or 0 if self.logprobs else None
 
 
 class CompletionRequest(Generation):
     """`/v1/completions`"""
 
-    refused = {"n": 1, "best_of": 1, "echo": False, "logprobs": None, "suffix": None}
+    refused = {"best_of": 1, "suffix": None}
     prompt: str | Ids | Prompts = Field(
         description="a text or the ids of its tokens, or up to 2,048 of either, answered in turn as choices"
     )
+    echo: bool | None = done("the prompt stands before the text, with its log-probabilities if they are wanted")
+    logprobs: Annotated[int, Field(ge=0, le=5)] | None = done(LOGPROBS)
+
+    def likely(self) -> int | None:
+        return self.logprobs
 
     def body(self) -> dict:
         return {**super().body(), "prompt": ""}

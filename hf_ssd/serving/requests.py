@@ -15,30 +15,12 @@ from starlette.types import Receive, Scope, Send
 from transformers.cli.serving.utils import X_REQUEST_ID, BaseHandler
 
 from .calls import CALL, Call, TurnTaking
+from .choices import Choices, ShownChoice
 from .errors import Refusal, described, read
 from .limits import Limits, check_prompt
-from .stops import StreamCut, cut_answer
 
 POLL = 0.1  # polling interval in seconds, to notice that a client has left or the server is to end
 logger = logging.getLogger(__name__)
-
-
-class Choices:
-    """Joins the answers to several prompts of one request: numbers their choices, and sums their usage."""
-
-    def __init__(self, count: int):
-        self.count, self.usage = count, {}
-
-    def number(self, answer: dict, index: int) -> None:
-        """Numbers the choice of an answer or event. The last usage is that of all answers, and the only one."""
-        if self.count == 1:
-            return
-        for choice in answer.get("choices", ()):
-            choice["index"] = index
-        for name, tokens in (answer.pop("usage", None) or {}).items():
-            self.usage[name] = self.usage.get(name, 0) + tokens
-            if index == self.count - 1:
-                answer["usage"] = self.usage
 
 
 class Endpoint:
@@ -55,15 +37,18 @@ class Endpoint:
         """Returns the response when it is complete or its stream begins."""
         name = request.headers.get(X_REQUEST_ID) or str(uuid.uuid4())
         body, prompts = await self._watching(request, self._read(await request.body(), call), call)
-        choices, answers = Choices(len(prompts)), []
-        for index, prompt in enumerate(prompts):
-            response = await self._watching(request, self._handle(body, prompt, name, call), call)
+        choices, answers = Choices(len(prompts), call.parameters.count()), []
+        for number, prompt in enumerate(prompts):
+            responses = await self._watching(request, self._handle(body, prompt, name, call), call)
+            response = responses[0]
             if isinstance(response, StreamingResponse):
-                response.body_iterator = self._stream(response.body_iterator, choices, body, prompts, name, call)
+                streams = [response.body_iterator for response in responses]
+                response.body_iterator = self._stream(streams, choices, body, prompts, name, call)
                 break
-            if (stops := call.parameters.stops()) or len(prompts) > 1:
-                answers.append(cut_answer(json.loads(response.body), stops))
-                choices.number(answers[-1], index)
+            for index, response in enumerate(responses) if call.parameters.edits() or len(prompts) > 1 else ():
+                shown = ShownChoice(call, number, index, self.limits.token_names)
+                answers.append(shown.whole(json.loads(response.body)))
+                choices.number(answers[-1], number, index)
         if answers:
             joined = [choice for answer in answers for choice in answer["choices"]]
             response = JSONResponse({**answers[-1], "choices": joined})
@@ -71,8 +56,8 @@ class Endpoint:
         return response
 
     async def _watching(self, request: Request, coroutine: Coroutine, call: Call) -> Any:
-        """Runs a coroutine, whose first part may take long, and meanwhile watches for the client to leave."""
-        task = asyncio.create_task(begun_in(self.preparing, coroutine))
+        """Runs a coroutine, and meanwhile watches for the client to leave."""
+        task = asyncio.create_task(coroutine)
         try:
             while not task.done():
                 await asyncio.wait({task}, timeout=POLL)
@@ -84,6 +69,9 @@ class Endpoint:
 
     async def _read(self, body: bytes, call: Call) -> tuple[dict, list[list[int] | None]]:
         """Returns a request for transformers' handler, and the tokens of its prompts, or `[None]` for a chat."""
+        return await asyncio.get_running_loop().run_in_executor(self.preparing, self._read_now, body, call)
+
+    def _read_now(self, body: bytes, call: Call) -> tuple[dict, list[list[int] | None]]:
         call.parameters = request = read(self.kind, body)
         self.limits.check(request)
         read_text = self.limits.tokenizer
@@ -91,11 +79,26 @@ class Endpoint:
         with self.calls.counting_refusals():
             for tokens in prompts:
                 check_prompt(self.limits.model, tokens)
+        if request.likely() is not None:
+            self.limits.token_names.spelled  # noqa: B018  may take seconds the first time
         return {**request.body(), "model": self.limits.names[0]}, prompts or [None]
 
-    async def _handle(self, body: dict, prompt: list[int] | None, name: str, call: Call) -> Response:
-        """Returns the response of transformers' handler to one prompt."""
-        call.prompt, call.is_prepared, call.has_begun = prompt, False, False
+    async def _handle(self, body: dict, prompt: list[int] | None, name: str, call: Call) -> list[Response]:
+        """Returns the responses of transformers' handler for the choices of one prompt."""
+        call.begin(prompt)
+        begun = []
+        try:
+            for _ in range(call.parameters.count()):
+                begun.append(await begun_in(self.preparing, self._choice(body, name, call)))
+            results = await asyncio.gather(*begun, return_exceptions=True)
+            for error in filter(lambda result: isinstance(result, Exception), results):
+                raise error
+            return results
+        finally:
+            for task in begun:
+                task.cancel()  # does nothing to a task that is done
+
+    async def _choice(self, body: dict, name: str, call: Call) -> Response:
         try:
             return await self.handler.handle_request(dict(body), name)
         except Exception as error:
@@ -104,19 +107,20 @@ class Endpoint:
             raise call.blamed(error) from error
 
     async def _stream(
-        self, chunks: AsyncIterator, choices: Choices, body: dict, prompts: list, name: str, call: Call
+        self, streams: list[AsyncIterator], choices: Choices, body: dict, prompts: list, name: str, call: Call
     ) -> AsyncIterator[str]:
         """
-        Yields the chunks of the stream that has begun, and then those of the other prompts, without stop strings.
+        Yields the chunks of the streams that have begun, and then those of the other prompts, as clients get them.
         transformers' text of an error becomes OpenAI's error object.
         """
-        for index, prompt in enumerate(prompts):
-            if index:
-                response = await begun_in(self.preparing, self._handle(body, prompt, name, call))
-                chunks = response.body_iterator
-            cut = StreamCut(call.parameters.stops())
-            async for chunk in chunks:
-                if call.error is not None:
+        for number, prompt in enumerate(prompts):
+            if number:
+                responses = await self._handle(body, prompt, name, call)
+                streams = [response.body_iterator for response in responses]
+            shown = [ShownChoice(call, number, index, self.limits.token_names) for index in range(len(streams))]
+            async for index, chunk in merged(streams):
+                is_error = call.error is not None
+                if is_error:
                     status, error = described(call.blamed(call.error))
                     if status == 500:
                         logger.error("A call failed.", exc_info=call.error)
@@ -124,15 +128,40 @@ class Endpoint:
                 events = []
                 for line in filter(None, chunk.split("\n\n")):
                     event = json.loads(line.removeprefix("data: "))
-                    choices.number(event, index)
-                    events += [f"data: {json.dumps(one)}\n\n" for one in cut.events(event)]
+                    choices.number(event, number, index)
+                    events += [f"data: {json.dumps(one)}\n\n" for one in shown[index].events(event)]
                 yield "".join(events)
+                if is_error and "error" in event:  # the other choices have the same
+                    return
             if call.error is not None:
                 return
 
 
-async def begun_in(thread: Executor, coroutine: Coroutine) -> Any:
-    """Runs a coroutine in another thread until it first waits, and then in the event loop. Returns its result."""
+async def merged(streams: list[AsyncIterator]) -> AsyncIterator[tuple[int, str]]:
+    """Yields the chunks of several streams as they come, each after the number of its stream."""
+
+    async def following(stream: AsyncIterator) -> str | None:
+        return await anext(stream, None)
+
+    tasks = {asyncio.create_task(following(stream)): index for index, stream in enumerate(streams)}
+    try:
+        while tasks:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in sorted(done, key=tasks.get):
+                index, chunk = tasks.pop(task), task.result()
+                if chunk is not None:
+                    tasks[asyncio.create_task(following(streams[index]))] = index
+                    yield index, chunk
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def begun_in(thread: Executor, coroutine: Coroutine) -> asyncio.Future:
+    """
+    Runs a coroutine in another thread until it first waits, and then in the event loop. Returns its future once it
+    waits. Raises what it raises until then.
+    """
     results = []
 
     def begin() -> None:
@@ -141,5 +170,10 @@ async def begun_in(thread: Executor, coroutine: Coroutine) -> Any:
         except StopIteration as end:
             results.append(end.value)
 
-    await asyncio.get_running_loop().run_in_executor(thread, contextvars.copy_context().run, begin)
-    return results[0] if results else await asyncio.create_task(coroutine)
+    loop = asyncio.get_running_loop()
+    await loop.run_in_executor(thread, contextvars.copy_context().run, begin)
+    if not results:
+        return asyncio.create_task(coroutine)
+    future = loop.create_future()
+    future.set_result(results[0])
+    return future

@@ -33,6 +33,7 @@ from .metrics import Metrics, Totals
 from .parameters import ChatRequest, CompletionRequest, DecisionRequest, ResponseRequest
 from .request_log import RequestLog
 from .requests import POLL, Endpoint
+from .rows import Row
 
 GRACE = 3  # seconds that running answers get to end when the server shuts down
 PATIENCE = 60.0  # seconds for the draft's worker to start
@@ -124,7 +125,7 @@ class Uvicorn(uvicorn.Server):
 
 def warm_up(calls: TurnTaking, model: PreTrainedModel, tokenizer, assistant, call: Call) -> None:
     """Waits for the draft's worker and generates a few tokens, for which the first client would wait."""
-    streamer, deadline = CountingStreamer(calls, call, None, Totals()), time.monotonic() + PATIENCE
+    streamer, deadline = CountingStreamer(calls, call, [], Totals(), [Row([], None, None)]), time.monotonic() + PATIENCE
     while getattr(assistant, "state", None) == "starting" and time.monotonic() < deadline:
         streamer.check()
         time.sleep(POLL)

@@ -1,10 +1,5 @@
 """Stop strings: cuts a text before the first stop string, whole or streamed, wherever tokens begin and end."""
 
-import torch
-from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
-from transformers import StoppingCriteria
-
 FIELDS = ("text", "content", "reasoning_content")  # the fields with the text of an answer in OpenAI's form
 
 
@@ -13,43 +8,26 @@ class Cut:
 
     def __init__(self, strings: list[str]):
         self.strings, self.held, self.is_over = strings, "", False
+        self.read = self.clear = 0  # characters that were added, and that were returned
 
     def add(self, piece: str) -> str:
         """Returns the new text that is certain to come before any stop string."""
         if self.is_over:
             return ""
-        text, self.held = self.held + piece, ""
+        text, self.held, self.read = self.held + piece, "", self.read + len(piece)
         if found := [text.index(one) for one in self.strings if one in text]:
-            self.is_over = True
-            return text[: min(found)]
-        sure = next((i for i in range(len(text)) if any(one.startswith(text[i:]) for one in self.strings)), len(text))
-        self.held = text[sure:]
-        return text[:sure]
+            self.is_over, text = True, text[: min(found)]
+        else:
+            sure = (i for i in range(len(text)) if any(one.startswith(text[i:]) for one in self.strings))
+            end = next(sure, len(text))
+            text, self.held = text[:end], text[end:]
+        self.clear += len(text)
+        return text
 
     def release(self) -> str:
         """Returns the text that was held back, once no more text follows."""
         held, self.held = self.held, ""
         return held
-
-
-class StopCriteria(StoppingCriteria):
-    """
-    Ends a row with the token that completes a stop string in its generated text. transformers' `StopStringCriteria`
-    compares the names of tokens: it misses characters that are several tokens, and finds strings that begin in the
-    prompt.
-    """
-
-    def __init__(self, strings: list[str], tokenizer: Tokenizer, length: int):
-        self.tokenizer, self.length = tokenizer, length
-        # Answers do not show special tokens, but a stop string may be the name of a special token.
-        self.texts = [(Cut(strings), DecodeStream([], skip_special_tokens=skips)) for skips in (True, False)]
-
-    def __call__(self, input_ids: torch.LongTensor, scores, **kwargs) -> torch.BoolTensor:
-        for token in input_ids[0, self.length :].tolist():
-            for cut, decoder in self.texts:
-                cut.add(decoder.step(self.tokenizer, token) or "")
-        self.length = input_ids.shape[1]
-        return torch.tensor([any(cut.is_over for cut, _ in self.texts)], device=input_ids.device)
 
 
 class StreamCut:
@@ -79,14 +57,22 @@ class StreamCut:
         return [self.last] if text else []
 
 
-def cut_answer(answer: dict, strings: list[str]) -> dict:
-    """Returns the answer of a call that is not streamed, cut before the first stop string."""
+def cut_answer(answer: dict, strings: list[str], is_over: bool = False) -> dict:
+    """
+    Returns the answer of a call that is not streamed, cut before the first stop string. `is_over` says that the call
+    ended by one: a parser of answers may have stripped its last blanks.
+    """
     choice, texts = _parts(answer)
+    _end_by_stop(choice, is_over)
     for field in FIELDS:
         if texts.get(field):
             cut = Cut(strings)
             texts[field] = cut.add(texts[field]) + cut.release()
             _end_by_stop(choice, cut.is_over)
+            is_over &= not cut.is_over
+    if is_over and texts.get("content"):
+        ends = [end for end in (one.rstrip() for one in strings) if end and texts["content"].endswith(end)]
+        texts["content"] = texts["content"].removesuffix(max(ends, key=len, default=""))
     return answer
 
 

@@ -1,4 +1,7 @@
-"""An answer with a tool call that was cut, or that cannot be read, is its raw text, whole and streamed."""
+"""
+An answer with a tool call that was cut, or that cannot be read, is its raw text, whole and streamed. So is one that is
+cut within a character.
+"""
 
 import json
 import shutil
@@ -111,3 +114,47 @@ def test_a_stop_string_within_a_tool_call_ends_the_text(server, says, stop):
 def test_what_comes_before_the_tool_call_that_cannot_be_read_stays_as_it_is(server, says):
     says(f"<think>So.</think>Sure.\n{CALL}\n<tool_call>\n{{")
     assert answers(server, max_tokens=200) == [("Sure.\n<tool_call>\n{", "So.", ["f"], "tool_calls")] * 2
+
+
+CHARACTERS = (
+    "a👩‍💻 e\u0301日本\ufffd🎉é fin 🇩🇪👍🏽."  # joined emoji, combined letters, and the sign of what is no character
+)
+
+
+def completions(server, **options) -> list[tuple]:
+    """Returns the text of a completion, and why it ended: whole, and streamed."""
+    whole = server.complete("import os", **options).choices[0]
+    chunks = [chunk.choices[0] for chunk in server.complete("import os", stream=True, **options)]
+    return [(whole.text, whole.finish_reason), ("".join(chunk.text for chunk in chunks), chunks[-1].finish_reason)]
+
+
+def chats(server, tokens: int, **options) -> list[tuple]:
+    return [(content, reason) for content, _, _, reason in answers(server, max_tokens=tokens, **options)]
+
+
+@pytest.mark.parametrize("ask", [completions, chats])
+def test_a_text_that_ends_within_a_character_is_the_same_whole_and_streamed(server, says, ask):
+    tokens = says(CHARACTERS)
+    assert len(tokens) > len(CHARACTERS) + 10, "characters are several tokens"
+    for count in range(1, len(tokens) + 1):
+        text = server.processor.decode(tokens[:count])
+        whole, streamed = ask(server, tokens=count)
+        assert streamed == (text, "length") and whole[0].strip() == text.strip()
+
+
+@pytest.mark.parametrize("ask", [completions, chats])
+def test_a_stop_string_of_any_characters_cuts_the_text_before_it(server, says, ask):
+    """Also one that is a part of what is shown as a single character, and one that ends within a token."""
+    tokens = says(CHARACTERS)
+    for length in (1, 2, 3):
+        for start in range(len(CHARACTERS) - length + 1):
+            stop = CHARACTERS[start : start + length]
+            text = CHARACTERS[: CHARACTERS.index(stop)]
+            whole, streamed = ask(server, tokens=len(tokens) + 1, stop=stop)
+            assert streamed == (text, "stop") and whole[0].strip() == text.strip(), stop
+    for count in range(1, len(tokens)):  # the limit comes before the stop string, within it, or after it
+        text = server.processor.decode(tokens[:count])
+        whole, streamed = ask(server, tokens=count, stop=["日本", "\u0301"])
+        found = [text.index(stop) for stop in ("日本", "\u0301") if stop in text]
+        expected = (text[: min(found)], "stop") if found else (text, "length")
+        assert streamed == expected and (whole[0].strip(), whole[1]) == (expected[0].strip(), expected[1])

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_ssd.serving.stops import Cut, StopCriteria, StreamCut, cut_answer
+from hf_ssd.serving.rows import Row, StopCriteria
+from hf_ssd.serving.stops import Cut, StreamCut, cut_answer
 
 from ..helpers import vocabularies
 from ..helpers.servers import PROMPT
@@ -125,7 +126,7 @@ def test_a_stop_string_is_found_with_the_token_that_completes_it(kind):
     for stop in (texts[-1][2:5], texts[-1][4:6], "fo", "日本"):
         if stop not in texts[-1]:  # this tokenizer does not know all characters
             continue
-        criteria = StopCriteria([stop], tokenizer.backend_tokenizer, 3)
+        criteria = StopCriteria([Row([stop], None, tokenizer.backend_tokenizer)], 3)
         found = [bool(criteria(ids[:, :length], None)) for length in range(4, ids.shape[1] + 1)]
         assert found == [stop in text for text in texts], stop
 

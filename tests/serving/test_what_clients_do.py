@@ -139,7 +139,7 @@ WRONG = [5, -1, 1.5, True, "text", "", [], ["text"], [5], {}, {"a": 1}, {"type":
 IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
 INPUT_IMAGE = {"type": "input_image", "image_url": "data:,"}
 NOT_DONE = [
-    (CHAT, {"logprobs": True, "top_logprobs": 3}, "logprobs"),
+    (CHAT, {"logprobs": False, "top_logprobs": 3}, "logprobs"),
     (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
     (CHAT, {"tool_choice": "required"}, "tool_choice"),
     (CHAT, {"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),

@@ -1,0 +1,125 @@
+"""The rows that a call generates: their texts, where these reach a stop string, and the choices that they are for."""
+
+import asyncio
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+from transformers import StoppingCriteria
+from transformers.cli.serving.utils import DirectStreamer, _StreamError, response_events_to_chunks
+from transformers.generation.streamers import BaseStreamer
+
+from .logprobs import Entry, entries
+from .stops import Cut
+
+
+class Row:
+    """A row of a call: its tokens up to a stop string, and their log-probabilities if they are wanted."""
+
+    def __init__(self, strings: list[str], likely: int | None, tokenizer: Tokenizer):
+        self.likely, self.is_read = likely, bool(strings) or likely is not None
+        # Answers do not show special tokens, but a stop string may be the name of a special token.
+        self.texts = [(Cut(strings), DecodeStream([], skip_special_tokens=skips)) for skips in (True, False)]
+        self.tokenizer, self.settled = tokenizer, 0  # number of tokens that are part of the answer
+        self.starts: list[list[int]] = []  # for each token that was read, the characters before it in both texts
+        self.entries: list[Entry] = []  # of all tokens that were decided, also of those after the end
+        self.end: int | None = None  # number of tokens up to the one that completes a stop string
+
+    def add_logits(self, tokens: list[int], logits: torch.Tensor) -> None:
+        """Takes in the raw logits `(tokens, vocab_size)` that tokens were chosen from."""
+        self.entries += entries(tokens, logits, self.likely)
+
+    def read(self, tokens: list[int], first: int) -> None:
+        """Takes in tokens, from number `first` of the row on. Some may have been read before."""
+        for token in tokens[len(self.starts) - first :] if self.end is None else ():
+            self.starts.append([cut.read for cut, _ in self.texts])
+            for cut, decoder in self.texts:
+                cut.add(decoder.step(self.tokenizer, token) or "")
+            if any(cut.is_over for cut, _ in self.texts):
+                self.end = len(self.starts)
+                return
+
+    def settle(self, tokens: list[int]) -> list[int]:
+        """Returns the part of the row's next tokens that belongs to the answer."""
+        if self.is_read:
+            self.read(tokens, self.settled)
+        # A row that has ended by a stop string goes on if there is no EOS token and other rows go on.
+        kept = tokens if self.end is None else tokens[: max(0, self.end - self.settled)]
+        self.settled += len(kept)
+        return kept
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the answer ends by a stop string."""
+        return self.end is not None and self.end <= self.settled
+
+    def shown(self, count: int | None = None) -> int:
+        """
+        Returns how many of the first `count` tokens, by default of all, are shown: those that begin before a stop
+        string. Those of a `count` begin before any string that may become one, too.
+        """
+        if count is None and not self.is_over:
+            return self.settled
+        starts, clear = self.starts[: self.settled if count is None else count], [cut.clear for cut, _ in self.texts]
+        hidden = (i for i, place in enumerate(starts) if any(start >= end for start, end in zip(place, clear)))
+        return next(hidden, len(starts))
+
+
+class StopCriteria(StoppingCriteria):
+    """
+    Ends each row with the token that completes a stop string in its generated text. transformers' `StopStringCriteria`
+    compares the names of tokens: it misses characters that are several tokens, and finds strings that begin in the
+    prompt.
+    """
+
+    def __init__(self, rows: list[Row], length: int):
+        self.rows, self.length, self.seen = rows, length, 0  # of the prompt, and of what rows have read
+
+    def __call__(self, input_ids: torch.LongTensor, scores, **kwargs) -> torch.BoolTensor:
+        for row, tokens in zip(self.rows, input_ids[:, self.length + self.seen :].tolist()):
+            row.read(tokens, self.seen)
+        self.seen = input_ids.shape[1] - self.length
+        return torch.tensor([row.end is not None for row in self.rows], device=input_ids.device)
+
+
+def held_back(tokenizer: Tokenizer, tokens: list[int], skips_special: bool) -> str:
+    """Returns the end of a text that a stream of its tokens has not given, because it is part of a character."""
+    text = tokenizer.decode(tokens, skip_special_tokens=skips_special)
+    if not text.endswith("\ufffd"):
+        return ""
+    decoder = DecodeStream([], skip_special_tokens=skips_special)
+    return text[sum(len(decoder.step(tokenizer, token) or "") for token in tokens) :]
+
+
+class Choice(BaseStreamer):
+    """A choice of an answer. Streams the tokens of its row to a client, or collects them."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, tokenizer: Tokenizer, is_streamed: bool, parser=None):
+        self.loop, self.tokens, self.queue = loop, [], asyncio.Queue()
+        self.marks: list[int] = []  # for each item in the queue, the number of tokens that it and those before it show
+        self.tokenizer, self.parser = tokenizer, parser
+        self.streamer = DirectStreamer(tokenizer, self, self.queue, parser) if is_streamed else None
+
+    def call_soon_threadsafe(self, put, item) -> None:
+        """As that of the event loop, for the streamer."""
+        self.marks.append(len(self.tokens))
+        self.loop.call_soon_threadsafe(put, item)
+
+    def put(self, value: torch.LongTensor) -> None:
+        for part in [value] if value.dim() > 1 else value.split(1):
+            self.tokens += part.tolist() if value.dim() == 1 else []
+            if self.streamer is not None:
+                self.streamer.put(part)
+
+    def end(self) -> None:
+        if self.streamer is None:
+            return
+        held = held_back(self.tokenizer, self.tokens, self.parser is None)
+        items = [held] if self.parser is None else response_events_to_chunks(self.parser.feed(held))
+        for item in items if held else ():
+            self.call_soon_threadsafe(self.queue.put_nowait, item)
+        self.streamer.end()
+
+    def fail(self, error: _StreamError | None) -> None:
+        """Ends a stream that has failed, without an error if its client has left."""
+        self.loop.call_soon_threadsafe(self.queue.put_nowait, error)

@@ -1,0 +1,257 @@
+"""Log-probabilities, several choices and the prompt in an answer, in OpenAI's form."""
+
+import json
+
+import openai
+import pytest
+import requests
+import torch
+
+from hf_ssd.serving import calls, limits, logprobs
+
+from ..helpers.servers import CHAT, COMPLETIONS, PROMPT, within
+from .test_requests import refusal
+
+COUNT = 40
+SPECIAL = ("<pad>", "<s>")  # are not shown
+
+
+@pytest.fixture
+def server(tiny_server):
+    return tiny_server
+
+
+@pytest.fixture
+def speculates(server):
+    """Checks that the calls of a test speculate."""
+    before = server.figures()
+    yield
+    after = server.figures()
+    tokens, rounds, hits = (after[name] - before[name] for name in ("tokens_total", "rounds_total", "hits_total"))
+    assert rounds < 0.8 * tokens and hits > 0
+
+
+def answer(server, ask: str, is_streamed: bool, **options) -> list[tuple[str, object, str]]:
+    """Returns the text of each choice, its log-probabilities, and why it ended."""
+    tokens, prompt = options.pop("tokens", COUNT), options.pop("prompt", PROMPT)
+    found = getattr(server, ask)(prompt, tokens, stream=is_streamed or openai.omit, **options)
+    choices = [choice for chunk in found for choice in chunk.choices] if is_streamed else found.choices
+    result = []
+    for index in range(1 + max(choice.index for choice in choices)):
+        mine = [choice for choice in choices if choice.index == index]
+        texts = [one.text if ask == "complete" else (one.delta if is_streamed else one.message).content for one in mine]
+        parts, entries = [one.logprobs for one in mine if one.logprobs], None
+        if parts and ask == "chat":
+            entries = [entry for part in parts for entry in part.content]
+        elif parts:
+            entries = {name: [x for part in parts for x in getattr(part, name)] for name in parts[0].model_fields_set}
+        result.append(("".join(text or "" for text in texts), entries, mine[-1].finish_reason))
+    return result
+
+
+def plain(server, count: int, tokens: list[int] | None = None) -> tuple[list[int], torch.Tensor]:
+    """Returns the tokens of plain greedy generation, or those given, and the log-probabilities of all tokens."""
+    prompt = server.processor(PROMPT, return_tensors="pt")["input_ids"]
+    options = {"do_sample": False, "max_new_tokens": count, "output_logits": True, "return_dict_in_generate": True}
+    if tokens is not None:  # each after those before it
+        forced = [*prompt[0].tolist(), *tokens]
+        options["prefix_allowed_tokens_fn"] = lambda _, before: [forced[len(before)]]
+    output = server.loaded_model.generate(prompt, ssd_config=None, **options)
+    scores = torch.stack(output.logits)[:, 0].float().log_softmax(-1)
+    return output.sequences[0, prompt.shape[1] :].tolist(), scores
+
+
+def check_chat(entries, tokens, scores, count, names) -> None:
+    assert [entry.token for entry in entries] == [names.name(token) for token in tokens]
+    values = torch.tensor([entry.logprob for entry in entries])
+    torch.testing.assert_close(values, scores[range(len(tokens)), tokens], atol=1e-4, rtol=0)
+    best = scores.topk(count)
+    for entry, ids, likely in zip(entries, best.indices.tolist(), best.values):
+        assert [one.token for one in entry.top_logprobs] == [names.name(token) for token in ids]
+        found = torch.tensor([one.logprob for one in entry.top_logprobs])
+        torch.testing.assert_close(found, likely, atol=1e-4, rtol=0)
+
+
+@pytest.fixture
+def names(server):
+    return logprobs.Names(server.processor, server.loaded_model.config.vocab_size)
+
+
+def test_logprobs_of_a_chat_are_those_of_plain_generate(server, names, speculates):
+    tokens, scores = plain(server, COUNT)
+    for count in (0, 1, 20):
+        whole, streamed = (
+            answer(server, "chat", is_streamed, logprobs=True, top_logprobs=count) for is_streamed in (False, True)
+        )
+        ((text, entries, reason),) = whole
+        check_chat(entries, tokens, scores, count, names)
+        assert streamed == whole and reason == "length"
+
+
+def test_logprobs_at_other_positions_are_noticed(server, names, monkeypatch):
+    """The mutant for the test above: each token has the logits of its neighbour in the round."""
+    entries = calls.Row.add_logits
+    monkeypatch.setattr(calls.Row, "add_logits", lambda row, ids, logits: entries(row, ids, logits.roll(1, 0)))
+    with pytest.raises(AssertionError):
+        test_logprobs_of_a_chat_are_those_of_plain_generate(server, names, None)
+
+
+@pytest.mark.parametrize("likely", [0, 5])
+def test_logprobs_of_a_completion_are_those_of_plain_generate(server, names, speculates, likely):
+    tokens, scores = plain(server, COUNT)
+    whole, streamed = (answer(server, "complete", is_streamed, logprobs=likely) for is_streamed in (False, True))
+    ((text, found, _),) = whole
+    assert streamed == whole
+    assert found["tokens"] == [names.name(token) for token in tokens]
+    chosen = scores[range(COUNT), tokens]
+    torch.testing.assert_close(torch.tensor(found["token_logprobs"]), chosen, atol=1e-4, rtol=0)
+    for top, one, token in zip(found["top_logprobs"], scores, tokens):
+        expected = [*one.topk(likely).indices.tolist(), token]
+        assert list(top) == [names.name(token) for token in dict.fromkeys(expected)]
+    pairs = [pair for pair in zip(found["text_offset"], found["tokens"]) if pair[1] not in SPECIAL]
+    assert " ".join(token for _, token in pairs) == text and len(pairs) < COUNT
+    assert all(text[start:].lstrip().startswith(token) for start, token in pairs)
+
+
+@pytest.mark.parametrize("ask, likely", [("complete", {"logprobs": 2}), ("chat", {"logprobs": True})])
+def test_a_stop_string_cuts_the_logprobs_with_the_text(server, speculates, ask, likely):
+    ((text, all_of_them, _),) = answer(server, ask, False, **likely)
+    offsets = answer(server, "complete", False, logprobs=0)[0][1]["text_offset"]
+    for start, length in [(0, 1), (1, 2), (16, 4), (29, 9), (len(text) - 5, 5)]:
+        stop = text[start : start + length]
+        whole, streamed = (answer(server, ask, is_streamed, stop=stop, **likely) for is_streamed in (False, True))
+        ((found, entries, reason),) = whole
+        assert found == text[: text.index(stop)] and reason == "stop"
+        assert streamed == (whole if found else [("", None, "stop")])
+        count = sum(offset < len(found) for offset in offsets)  # tokens of which something is shown
+        if ask == "complete":
+            assert entries == {name: values[:count] for name, values in all_of_them.items()}
+        else:
+            assert entries == all_of_them[:count]
+
+
+@pytest.mark.parametrize("settings", [{}, {"frequency_penalty": 1, "logit_bias": {"5": 3}}], ids=["", "penalties"])
+def test_logprobs_of_sampled_tokens_are_those_before_temperature_penalties_and_bias(
+    server, names, speculates, settings
+):
+    options = {"temperature": 0.8, "top_p": 0.9, "seed": 7, "logprobs": True, "top_logprobs": 3, **settings}
+    whole, streamed = (answer(server, "chat", is_streamed, **options) for is_streamed in (False, True))
+    assert whole == streamed
+    ids = {names.name(token): token for token in names.spelled}
+    tokens = [ids[entry.token] for entry in whole[0][1]]
+    assert tokens != plain(server, COUNT)[0]
+    check_chat(whole[0][1], *plain(server, COUNT, tokens), 3, names)
+
+
+@pytest.mark.parametrize(
+    "ask, likely", [("complete", {"logprobs": 2}), ("chat", {"logprobs": True, "top_logprobs": 2})]
+)
+def test_greedy_choices_are_the_same_and_sampled_ones_differ_and_repeat(server, speculates, ask, likely):
+    alone = answer(server, ask, False, **likely)
+    assert answer(server, ask, False, n=3, **likely) == answer(server, ask, True, n=3, **likely) == alone * 3
+    sampled = {"temperature": 1.2, "seed": 5, "n": 4, **likely}
+    first, again, streamed = (answer(server, ask, is_streamed, **sampled) for is_streamed in (False, False, True))
+    assert first == again == streamed
+    assert len({text for text, *_ in first}) == 4
+
+
+def test_usage_counts_the_tokens_of_all_choices_and_each_prompt_once(server):
+    prompts = [PROMPT, "abc"]
+    one = [server.complete(prompt, 6).usage for prompt in prompts]
+    for options in ({}, {"temperature": 1.0}):
+        answer = server.complete(prompts, 6, n=3, **options)
+        chunks = list(server.complete(prompts, 6, n=3, stream=True, **options))
+        assert [choice.index for choice in answer.choices] == [0, 1, 2, 3, 4, 5]
+        (usage,) = [chunk.usage for chunk in chunks if chunk.usage]
+        assert usage == answer.usage == chunks[-1].usage
+        assert usage.prompt_tokens == sum(one.prompt_tokens for one in one) and usage.completion_tokens == 36
+        assert usage.total_tokens == usage.prompt_tokens + 36
+
+
+def test_sampled_choices_stream_beside_each_other_and_end_at_their_own_stop_strings(server):
+    options = {"temperature": 1.2, "seed": 3, "n": 4}
+    texts = [text for text, *_ in answer(server, "complete", False, **options)]
+    stop = texts[2][6:9]
+    assert sum(stop in text for text in texts) < 4, "some choices go on"
+    expected = [text[: text.index(stop)] if stop in text else text for text in texts]
+    whole, streamed = (answer(server, "complete", is_streamed, stop=stop, **options) for is_streamed in (False, True))
+    assert whole == streamed and [text for text, *_ in whole] == expected
+    assert [reason for *_, reason in whole] == ["stop" if stop in text else "length" for text in texts]
+    order = [chunk.choices[0].index for chunk in server.complete(PROMPT, COUNT, stream=True, **options)]
+    assert set(order) == {0, 1, 2, 3} and order != sorted(order)
+
+
+def test_choices_that_do_not_fit_into_memory_are_refused(server, monkeypatch):
+    monkeypatch.setattr(limits, "free_memory", lambda device: 100_000)
+    sentence = refusal(server, COMPLETIONS, n=8, temperature=1.0, max_tokens=1000)
+    assert "8 choices of 1004 tokens need" in sentence and "`n`" in sentence
+    assert server.complete(PROMPT, 3, temperature=1.0).usage.completion_tokens == 3
+
+
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
+def test_the_prompt_stands_before_the_text(server, names, speculates, is_streamed, monkeypatch):
+    monkeypatch.setattr(logprobs, "PIECE", 3)
+    ((text, alone, _),) = answer(server, "complete", False, logprobs=2)
+    ids = server.processor(PROMPT)["input_ids"]
+    for prompt, before in [(PROMPT, PROMPT), (ids, server.processor.decode(ids))]:
+        options = {"prompt": prompt, "echo": True, "stop": text[12:15]}
+        assert answer(server, "complete", is_streamed, **options) == [(before + text[:12], None, "stop")]
+        options = {"prompt": prompt, "echo": True, "logprobs": 2, "n": 2}
+        first, second = answer(server, "complete", is_streamed, **options)
+        found = first[1]
+        assert first == second and first[0] == before + text
+        assert found["tokens"] == [*map(names.name, ids), *alone["tokens"]]
+        assert found["text_offset"][len(ids) :] == [len(before) + offset for offset in alone["text_offset"]]
+        with torch.no_grad():
+            scores = server.loaded_model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        expected = scores[range(len(ids) - 1), ids[1:]]
+        torch.testing.assert_close(torch.tensor(found["token_logprobs"][1 : len(ids)]), expected, atol=1e-4, rtol=0)
+        assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
+        assert found["token_logprobs"][len(ids) :] == alone["token_logprobs"]
+        assert all(len(top) in (2, 3) for top in found["top_logprobs"][1:])
+
+
+@pytest.mark.parametrize(
+    "path, request_, sentence",
+    [
+        (COMPLETIONS, {"suffix": "end"}, "`suffix` is not supported."),
+        (CHAT, {"top_logprobs": 3}, "`top_logprobs` needs `logprobs` to be true."),
+        (CHAT, {"logprobs": True, "top_logprobs": 21}, "`top_logprobs`: Input should be less than or equal to 20."),
+        (COMPLETIONS, {"logprobs": 6}, "`logprobs`: Input should be less than or equal to 5."),
+        (COMPLETIONS, {"n": 9}, "`n`: Input should be less than or equal to 8."),
+        (CHAT, {"n": 0}, "`n`: Input should be greater than or equal to 1."),
+        (CHAT, {"echo": True}, "Unknown parameter: `echo`. Settings of transformers can stand in `generation_config`."),
+    ],
+)
+def test_what_is_beyond_the_limits_is_refused_with_one_sentence(server, path, request_, sentence):
+    assert refusal(server, path, **request_) == sentence
+
+
+def test_several_choices_are_refused_once(server):
+    before = server.figures()["refused"]
+    settings = json.dumps({"max_new_tokens": 2, "suppress_tokens": [97]})
+    assert "names token 97" in refusal(server, COMPLETIONS, n=4, generation_config=settings)
+    assert server.figures()["refused"] == before + 2, "whole and streamed"
+
+
+def test_a_client_that_leaves_several_choices_ends_them_all(server):
+    before = server.figures()
+    stream = server.complete(PROMPT, 5000, stream=True, n=4, temperature=1.0)
+    next(iter(stream))
+    stream.close()
+    assert within(20, lambda: server.figures()["cancelled"] == before["cancelled"] + 1)
+    assert server.complete(PROMPT, 2).usage.completion_tokens == 2
+
+
+def test_an_error_of_several_choices_reaches_the_client_once(server, monkeypatch):
+    def fail(streamer, **kwargs):
+        streamer.put(torch.tensor([[5]]))
+        streamer.put(torch.tensor([5]))
+        raise RuntimeError("Nothing is left.")
+
+    monkeypatch.setattr(server.loaded_model, "generate", fail)
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 5, "n": 3, "stream": True}).encode()
+    written = requests.post(server.url + COMPLETIONS, data=body, timeout=60).text
+    assert written.count("Nothing is left.") == 1 and written.count('"server_error"') == 1
+    with pytest.raises(openai.InternalServerError, match="is left"):
+        server.complete(PROMPT, 5, n=3)
