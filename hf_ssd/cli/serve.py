@@ -4,8 +4,8 @@ example:
   hf-ssd serve Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --draft-device cuda:1
 
 It is `transformers serve` with one model and a draft: chat completions, completions, responses, streaming and tool
-calls work as there. Requests are processed one at a time. The server accepts connections from this machine only,
-unless --host says otherwise.
+calls work as there. Requests join a running batch of up to --max-rows answers. The server accepts connections from this
+machine only, unless --host says otherwise.
 """
 
 import argparse
@@ -20,6 +20,7 @@ import hf_ssd
 from . import doctor, models
 from .options import at_least
 
+OF_THE_SERVER = ("host", "api_key", "max_tokens", "max_rows", "max_waiting", "allowed_hosts", "log_level")
 NEEDED = ("fastapi", "uvicorn", "openai", "prometheus_client")
 
 
@@ -28,6 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--served-model-name", metavar="NAME", help="default: hub id, or name of the folder or file")
     server.add_argument("--api-key", metavar="KEY", help="that clients must send; default: none")
     server.add_argument("--max-tokens", type=at_least(1), metavar="N", help="most tokens of an answer")
+    server.add_argument("--max-rows", type=at_least(1), default=8, metavar="N", help="answers at a time; default: 8")
+    server.add_argument("--max-waiting", type=at_least(0), metavar="N", help="requests that wait; default: any number")
     server.add_argument("--host", default="127.0.0.1", help="address to listen on; default: this machine alone")
     server.add_argument("--port", type=int, default=8000, help="8000; 0: any that is free")
     server.add_argument("--cors", action="store_true", help="allow cross-origin requests")
@@ -57,8 +60,10 @@ def run(args: argparse.Namespace) -> int:
             enable_cors=args.cors,
             on_listening=lambda: print(address, flush=True),
             on_request=functools.partial(print, flush=True),
-            **{name: getattr(args, name) for name in ("host", "api_key", "max_tokens", "allowed_hosts", "log_level")},
+            **{name: getattr(args, name) for name in OF_THE_SERVER},
         )
+        if server.why_in_turn:
+            print(f"One request at a time: {server.why_in_turn}", flush=True)
         print("warming up ...", flush=True)
         server.run()
     print("The server has ended.", flush=True)

@@ -227,7 +227,7 @@ def check_row(model: PreTrainedModel, input_ids: torch.LongTensor, settings: Set
     if model_kwargs[CACHE].get_seq_length() or getattr(model_kwargs[CACHE], "_is_user_defined", False):
         raise ValueError(f"A request cannot bring a cache; leave `{CACHE}` out.")
     for name in model_kwargs.keys() - OF_A_ROW:
-        if isinstance(model_kwargs[name], torch.Tensor):
+        if isinstance(model_kwargs[name], torch.Tensor) and model_kwargs[name].any():  # all tokens are of type 0
             raise ValueError(f"A request cannot have `{name}`; leave it out, or call generate().")
     changes = rope_that_changes(model)
     if changes is not None and (settings.max_length is None or settings.max_length > changes[1]):

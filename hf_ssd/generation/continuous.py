@@ -165,7 +165,7 @@ class ContinuousBatching:
         """
         if not self.is_running():
             raise RuntimeError("This batch does not run; use it in a `with` block, or call start() before.")
-        if self.max_waiting is not None and len(self.rows.waiting) >= self.max_waiting + self._free_places:
+        if self.is_full:
             raise BatchIsFull(f"{len(self.rows.waiting)} requests wait already; try again later.")
         request_id = f"req_{next(self.numbers)}" if request_id is None else request_id
         if request_id in self.requests:
@@ -185,8 +185,10 @@ class ContinuousBatching:
         return request_id
 
     @property
-    def _free_places(self) -> int:
-        return self.max_rows - len(self.rows.live) - len(self.rows.reading)
+    def is_full(self) -> bool:
+        """Whether as many requests wait as may wait."""
+        free = self.max_rows - len(self.rows.live) - len(self.rows.reading)
+        return self.max_waiting is not None and len(self.rows.waiting) >= self.max_waiting + free
 
     def cancel_request(self, request_id: str) -> None:
         """Ends a request with its next round, if it has not ended yet."""
@@ -216,17 +218,34 @@ class ContinuousBatching:
 
     def generate(self, input_ids, **kwargs) -> torch.LongTensor | SSDDecoderOnlyOutput:
         """Returns what `model.generate(input_ids, ...)` would, as a request of this batch."""
-        request_id = self.add_request(input_ids, **kwargs)
-        request = self.requests[request_id][0]
+        request_id, output = self.add_request(input_ids, **kwargs), None
         try:
-            self.get_result(request_id)
+            while output is None:
+                output = self.result_of(request_id, LOOK)
+            return output
         finally:
-            request.is_cancelled = True  # if this thread was interrupted
+            self.forget(request_id)  # also if this thread was interrupted
+
+    def result_of(self, request_id: str, timeout: float) -> torch.LongTensor | SSDDecoderOnlyOutput | None:
+        """
+        Returns what `generate()` would, once the request has ended, `None` if that takes longer than `timeout` seconds.
+        Raises what the request has raised.
+        """
+        request = self.requests[request_id][0]
+        if not request.has_ended.wait(timeout):
+            if not self.thread.is_alive():
+                raise RuntimeError("The thread that decodes has ended.")
+            return None
         if request.error is not None:
             raise request.error
         if not request.rows.settings.wants_dict:
             return request.output
         return SSDDecoderOnlyOutput(sequences=request.output, ssd_stats=request.rows.stats)
+
+    def forget(self, request_id: str) -> None:
+        """Ends a request, if it has not ended, and keeps nothing of it."""
+        self.cancel_request(request_id)
+        self.requests.pop(request_id, None)
 
     # ---------------------------------------------------------------- a request
 
@@ -237,7 +256,7 @@ class ContinuousBatching:
         options = {"ssd_config": None} if isinstance(self.model, SSDGenerationMixin) else {}
         move_stop_strings(self.model, kwargs)
         made = functools.partial(self._request, changed=changed, seed=seed, of_the_user=streamer)
-        return self.model.generate(ids, custom_generate=made, streamer=streamer, **options, **kwargs)
+        return self.model.generate(inputs=ids, custom_generate=made, streamer=streamer, **options, **kwargs)
 
     def _request(
         self,
@@ -317,4 +336,6 @@ def output_of(request_id: str, request: Request, created: float) -> GenerationOu
     return output
 
 
-continuous_batching = ContinuousBatching  # the name of a function, as `with` reads it
+def continuous_batching(*arguments, **options) -> ContinuousBatching:
+    """Returns a running batch, to be used in a `with` block. [`ContinuousBatching`] lists the arguments."""
+    return ContinuousBatching(*arguments, **options)

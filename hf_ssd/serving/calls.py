@@ -1,4 +1,4 @@
-"""Runs the calls of a server in turn, and checks and counts them."""
+"""Runs the calls of a server, in a running batch or in turn, and checks and counts them."""
 
 import asyncio
 import contextlib
@@ -7,7 +7,7 @@ import inspect
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
@@ -20,8 +20,10 @@ from transformers.cli.serving.utils import (
 )
 from transformers.generation.streamers import BaseStreamer
 
+from ..generation.continuous import ContinuousBatching
 from ..generation.streaming import BatchStreamer, RoundStreamer
 from ..stats import SSDStats
+from . import joined
 from .answers import LenientParser
 from .errors import Refusal
 from .limits import check_prompt, check_rows, check_settings, positions_of
@@ -32,6 +34,8 @@ from .penalties import Penalties
 from .rows import Choice, Row, StopCriteria
 
 END_TIMEOUT = 10.0  # seconds for a running call to reach its next round
+MOST_WAITING = 256  # threads that wait for answers; further requests wait for a thread
+RETRY = {"retry-after": "5"}  # seconds
 
 
 @dataclass(eq=False)
@@ -50,7 +54,8 @@ class Call:
     of_prompt: list[Entry] = field(default_factory=list)  # its log-probabilities
     generation: Future = field(default_factory=Future)  # of the prompt's answer
     tokens: int = 0  # generated so far
-    seconds: float = 0.0  # of generating, without waiting for a turn
+    seconds: float = 0.0  # of generating
+    asked_at: float = field(default_factory=time.perf_counter)
 
     def begin(self, prompt: list[int] | None) -> None:
         """Begins the answer to a prompt."""
@@ -88,7 +93,7 @@ class CountingStreamer(BatchStreamer, RoundStreamer):
     `rows` has a streamer; a single row may have several.
     """
 
-    def __init__(self, calls: "TurnTaking", call: Call, streamers: list[BaseStreamer], totals: Totals, rows: list[Row]):
+    def __init__(self, calls: "CallRunner", call: Call, streamers: list[BaseStreamer], totals: Totals, rows: list[Row]):
         self.calls, self.call, self.streamers, self.totals, self.rows = calls, call, streamers, totals, rows
         if rows[0].likely is not None:
             self.on_logits = lambda row, tokens, logits: rows[row].add_logits(tokens, logits)
@@ -102,6 +107,10 @@ class CountingStreamer(BatchStreamer, RoundStreamer):
 
     def on_round(self, stats: SSDStats) -> None:
         self.totals.add_round(stats)
+        self.pass_on(stats)
+
+    def pass_on(self, stats: SSDStats) -> None:
+        """Passes a round on that is counted elsewhere."""
         for streamer in self.streamers:
             if isinstance(streamer, RoundStreamer):
                 streamer.on_round(stats)
@@ -116,22 +125,36 @@ class CountingStreamer(BatchStreamer, RoundStreamer):
     def on_tokens(self, row: int, tokens: torch.LongTensor) -> None:
         self.check()
         tokens = tokens[: len(self.rows[row].settle(tokens.tolist()))]
-        self.call.has_begun = True
+        now = time.perf_counter()
+        if not self.call.has_begun:
+            self.totals.first_token.add(now - self.call.asked_at)
+        elif len(tokens):
+            self.totals.next_token.add((now - self.last) / len(tokens))
+        self.last, self.call.has_begun = now, True
         self.totals.tokens += len(tokens)
         self.call.tokens += len(tokens)
         for streamer in self.streamers[row :: len(self.rows)]:
             streamer.put(tokens)
 
     def end(self) -> None:
-        """Does nothing: [`TurnTaking`] tells the client when it has counted the call."""
+        """Does nothing: [`CallRunner`] tells the client when it has counted the call."""
 
 
-class TurnTaking(BaseGenerateManager):
-    """Runs calls in turn in a single thread, and checks and counts them. transformers' handlers call its methods."""
+class CallRunner(BaseGenerateManager):
+    """
+    Runs calls, and checks and counts them: in a running `batch`, each with a thread that waits for it, or without one
+    in turn in a single thread. transformers' handlers call its methods.
+    """
 
-    def __init__(self, totals: Totals, max_tokens: int | None = None):
-        self.totals, self.max_tokens, self.are_over = totals, max_tokens, False
-        self.submit = InferenceThread().submit
+    def __init__(self, totals: Totals, max_tokens: int | None = None, batch: ContinuousBatching | None = None):
+        self.totals, self.max_tokens, self.are_over, self.batch = totals, max_tokens, False, batch
+        self.counting, self.without_draft = threading.Lock(), threading.Lock()
+        if batch is None:
+            self.submit = InferenceThread().submit
+            return
+        self.submit = ThreadPoolExecutor(MOST_WAITING, "hf_ssd waits for answers").submit
+        batch.rows.on_round = totals.add_round
+        batch.start()
 
     def stop(self) -> None:
         """Lets each call end with its next round."""
@@ -140,6 +163,8 @@ class TurnTaking(BaseGenerateManager):
     async def end(self) -> None:
         """Ends all calls, and waits until their thread is idle: a process that ends while it computes is aborted."""
         self.stop()
+        if self.batch is not None:
+            return await asyncio.to_thread(self.batch.stop, END_TIMEOUT)
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self.async_submit(lambda: None), END_TIMEOUT)
 
@@ -199,14 +224,18 @@ class TurnTaking(BaseGenerateManager):
             counting.check()
             if parameters.echoes() and parameters.likely() is not None:
                 call.of_prompt = entries_of_prompt(model, call.prompt, parameters.likely(), counting.check)
-            if count > 1:
-                config.num_return_sequences = count
-            if stops:
-                kwargs["stopping_criteria"] = StoppingCriteriaList([StopCriteria(call.rows, length)])
             if any(penalties):
                 kwargs["logits_processor"] = LogitsProcessorList([Penalties(length, *penalties)])
-            with seeded(parameters.seed, model.device):
-                model.generate(**kwargs, streamer=counting)
+            if self.batch is not None and "ssd_config" not in kwargs:
+                criteria = [StoppingCriteriaList([StopCriteria([row], length)] if stops else []) for row in call.rows]
+                joined.generate(self.batch, counting, count, criteria, parameters.seed, **kwargs)
+            else:
+                if count > 1:
+                    config.num_return_sequences = count
+                if stops:
+                    kwargs["stopping_criteria"] = StoppingCriteriaList([StopCriteria(call.rows, length)])
+                with self.without_draft, seeded(parameters.seed, model.device):
+                    model.generate(**kwargs, streamer=counting)
             end = FINISHED
         except _GenerationCancelled:  # the client has left
             end = CANCELLED
@@ -216,7 +245,8 @@ class TurnTaking(BaseGenerateManager):
             call.error = error
             raise
         finally:
-            self.totals.requests[end] += 1
+            with self.counting:
+                self.totals.requests[end] += 1
             call.seconds += time.perf_counter() - start
         for streamer in streamers:
             streamer.end()
@@ -226,7 +256,8 @@ class TurnTaking(BaseGenerateManager):
         try:
             yield
         except Refusal:
-            self.totals.requests[REFUSED] += 1
+            with self.counting:
+                self.totals.requests[REFUSED] += 1
             raise
 
     def prepare(self, model: PreTrainedModel, inputs: dict, gen_config: GenerationConfig, call: Call) -> None:
@@ -244,6 +275,8 @@ class TurnTaking(BaseGenerateManager):
         known_as = {"sequence_bias": "logit_bias"} if "sequence_bias" in settings else {}
         longest, length = positions_of(model), inputs["input_ids"].shape[-1]
         with self.counting_refusals():
+            if self.batch is not None and self.batch.is_full:
+                raise Refusal("Too many requests wait; try again later.", status=503, headers=RETRY)
             check_prompt(model, inputs["input_ids"].flatten().tolist())
             check_settings(model, gen_config, known_as)
             limits = [gen_config.max_new_tokens, longest and longest - length, self.max_tokens]

@@ -14,9 +14,9 @@ from transformers.cli.serving.utils import _GenerationCancelled
 class Refusal(Exception):
     """Raised for a request that is not served, with a sentence for the client and the parameter at fault, if any."""
 
-    def __init__(self, message: str, param: str | None = None, status: int = 400):
+    def __init__(self, message: str, param: str | None = None, status: int = 400, headers: dict | None = None):
         super().__init__(message)
-        self.param, self.status = param, status
+        self.param, self.status, self.headers = param, status, headers
 
 
 # Other exceptions are faults of the server: starlette answers them with status 500, and logs them.

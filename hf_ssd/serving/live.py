@@ -16,7 +16,7 @@ from .. import timeline
 from ..generation.streaming import RoundStreamer
 from ..rounds import PREPARED
 from ..stats import SSDStats
-from .calls import CALL, Call, TurnTaking
+from .calls import CALL, Call, CallRunner
 from .errors import described
 from .metrics import Totals
 from .parameters import Parameters
@@ -88,7 +88,7 @@ class LiveStreamer(RoundStreamer):
 class Live:
     """Answers the page. Its calls take turns with the calls of the other addresses."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, calls: TurnTaking):
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, calls: CallRunner):
         self.model, self.tokenizer, self.calls = model, tokenizer, calls
 
     async def events(self, request: LiveRequest) -> AsyncIterator[str]:

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 from transformers.cli.serving.utils import X_REQUEST_ID, BaseHandler
 
-from .calls import CALL, Call, TurnTaking
+from .calls import CALL, Call, CallRunner
 from .choices import Choices, ShownChoice
 from .errors import Refusal, described, read
 from .limits import Limits, check_prompt
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 class Endpoint:
     """An OpenAI address as an ASGI application, which reads and tokenizes in the thread of `preparing`."""
 
-    def __init__(self, handler: BaseHandler, kind: type, limits: Limits, calls: TurnTaking, preparing: Executor):
+    def __init__(self, handler: BaseHandler, kind: type, limits: Limits, calls: CallRunner, preparing: Executor):
         self.handler, self.kind, self.limits, self.calls, self.preparing = handler, kind, limits, calls, preparing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

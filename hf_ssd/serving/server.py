@@ -24,7 +24,7 @@ from transformers.utils import logging
 import hf_ssd
 
 from .answers import lenient
-from .calls import END_TIMEOUT, Call, CountingStreamer, TurnTaking
+from .calls import END_TIMEOUT, Call, CallRunner, CountingStreamer
 from .errors import OF_THE_CLIENT, read, refuse
 from .gate import Gate
 from .limits import Limits, positions_of
@@ -53,6 +53,8 @@ class Server(Serve):
         names: list[str],  # by which clients may call the model; answers have the first one
         api_key: str | None = None,  # that clients must send
         max_tokens: int | None = None,  # of an answer
+        max_rows: int = 8,  # answers at a time
+        max_waiting: int | None = None,  # requests that may wait
         allowed_hosts: Sequence[str] = (),  # names of the server beside `host`
         enable_cors: bool = False,  # whether pages of other sites may use the server
         on_listening: Callable[[], None] = lambda: None,
@@ -60,8 +62,13 @@ class Server(Serve):
         **options,
     ):
         super().__init__(device=str(model.device), non_blocking=True, **options)  # `start_server` starts nothing here
-        metrics, config = Metrics(assistant), self.server.config
-        calls = TurnTaking(metrics.totals, max_tokens)
+        self.why_in_turn, batch = "", None  # why requests are answered one at a time
+        try:
+            batch = hf_ssd.continuous_batching(model, max_rows=max_rows, max_waiting=max_waiting)
+        except ValueError as error:
+            self.why_in_turn = str(error)
+        metrics, config = Metrics(assistant, batch), self.server.config
+        calls = CallRunner(metrics.totals, max_tokens, batch)
         self._generation_state.get_manager = lambda *args, **kwargs: calls
         limits, preparing = Limits(model, processor, names), ThreadPoolExecutor(1, "hf_ssd prepares")
         reader = lenient(processor)
@@ -99,7 +106,7 @@ class Server(Serve):
 class Uvicorn(uvicorn.Server):
     """Warms up before it listens, and at shutdown ends the calls that still run after `GRACE` seconds."""
 
-    def __init__(self, config: uvicorn.Config, calls: TurnTaking, warming: Callable, on_listening: Callable):
+    def __init__(self, config: uvicorn.Config, calls: CallRunner, warming: Callable, on_listening: Callable):
         super().__init__(config)
         self.calls, self.warming, self.on_listening = calls, warming, on_listening
 
@@ -123,7 +130,7 @@ class Uvicorn(uvicorn.Server):
         await super().shutdown(*args, **kwargs)
 
 
-def warm_up(calls: TurnTaking, model: PreTrainedModel, tokenizer, assistant, call: Call) -> None:
+def warm_up(calls: CallRunner, model: PreTrainedModel, tokenizer, assistant, call: Call) -> None:
     """Waits for the draft's worker and generates a few tokens, for which the first client would wait."""
     streamer, deadline = CountingStreamer(calls, call, [], Totals(), [Row([], None, None)]), time.monotonic() + PATIENCE
     while getattr(assistant, "state", None) == "starting" and time.monotonic() < deadline:
@@ -146,7 +153,7 @@ def hosts(host: str, allowed: Sequence[str]) -> list[str]:
     return ["localhost", "127.0.0.1", "::1", host, *allowed] if allowed or is_loopback else ["*"]
 
 
-def application(names: list[str], assistant, metrics: Metrics, live: Live, calls: TurnTaking) -> FastAPI:
+def application(names: list[str], assistant, metrics: Metrics, live: Live, calls: CallRunner) -> FastAPI:
     """Returns an application with all addresses that need no handler of transformers."""
 
     @contextlib.asynccontextmanager
