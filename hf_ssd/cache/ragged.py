@@ -19,6 +19,8 @@ class RaggedLayer(DynamicLayer):
     A layer does not refer to its cache. Otherwise the memory of both would be kept until Python collects cycles.
     """
 
+    count: int | None = None  # rows; by default those of the first pass
+
     def __init__(self):
         super().__init__()
         self.width = 0
@@ -28,8 +30,9 @@ class RaggedLayer(DynamicLayer):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
+        rows = self.count or len(key_states)
         self.keys, self.values = (
-            states.new_zeros((*states.shape[:2], 0, states.shape[3])) for states in (key_states, value_states)
+            states.new_zeros((rows, states.shape[1], 0, states.shape[3])) for states in (key_states, value_states)
         )
         self.is_initialized = True
 
@@ -54,7 +57,7 @@ class RaggedLayer(DynamicLayer):
     def update_indexer(self, keys: torch.Tensor, placement=None, rows=None) -> torch.Tensor:
         """Writes new keys `(rows, new_tokens, head_dim)` of the indexer, and returns those that are seen."""
         if self.indexer is None:
-            self.indexer = RaggedLayer()
+            self.indexer = RaggedLayer.of(self.count)
         keys = keys.unsqueeze(1)
         return self.indexer.update(keys, keys[..., :0], placement, rows)[0].squeeze(1)
 
@@ -65,15 +68,22 @@ class RaggedLayer(DynamicLayer):
             self._reserve(width + 1)  # never all columns: torch.compile treats a view of the whole differently
             self.window = self._view(width, rows)
 
-    def take_row(self, place: int, theirs: "RaggedLayer", rows: int) -> None:
-        """Copies the only row of another layer to a place of this one, which has room for this many rows."""
+    @classmethod
+    def of(cls, count: int | None) -> "RaggedLayer":
+        """Returns a layer of so many rows."""
+        layer = cls()
+        layer.count = count
+        return layer
+
+    def take_row(self, place: int, theirs: "RaggedLayer") -> None:
+        """Copies the only row of another layer to a place of this one."""
         if theirs.indexer is not None:
-            self.indexer = self.indexer or RaggedLayer()
-            self.indexer.take_row(place, theirs.indexer, rows)
+            self.indexer = self.indexer or RaggedLayer.of(self.count)
+            self.indexer.take_row(place, theirs.indexer)
         if not theirs.is_initialized:
             return
         if not self.is_initialized:
-            self.lazy_initialization(*(one.expand(rows, -1, -1, -1) for one in (theirs.keys, theirs.values)))
+            self.lazy_initialization(theirs.keys, theirs.values)
         self.width = max(self.width, theirs.width)
         self._reserve(self.width)
         for storage, states in ((self.keys, theirs.keys), (self.values, theirs.values)):
@@ -113,6 +123,8 @@ class RaggedCache(DynamicCache):
 
     A cache begins empty or with the contents of `theirs`, a cache of transformers.
     """
+
+    count: int | None = None  # rows that may join; by default the rows are those of the first pass
 
     def __init__(self, theirs: Cache | None = None):
         Cache.__init__(self, layers=[])
@@ -182,7 +194,9 @@ class RaggedCache(DynamicCache):
 
     def have_free_rows(self, count: int) -> None:
         """Lets an empty cache have this many rows, all of which are left out until they are taken."""
-        self.rows, self.left_out = [], list(range(count))
+        self.rows, self.left_out, self.count = [], list(range(count)), count
+        for layer in self.ragged:
+            layer.count = count
 
     def take_row(self, row: int, theirs: "RaggedCache") -> None:
         """
@@ -193,10 +207,9 @@ class RaggedCache(DynamicCache):
             place = self.left_out.index(row)
             self.left_out[place] = self.left_out[0]
             self.rows, self.left_out = [*self.rows, row], self.left_out[1:]
-        place, count = self.rows.index(row), len(self.rows) + len(self.left_out)
         for index, layer in enumerate(theirs.layers):
             if isinstance(layer, RaggedLayer):
-                self._layer(index).take_row(place, layer, count)
+                self._layer(index).take_row(self.rows.index(row), layer)
         self._reopen()
 
     def _arrange(self, before: list[int], order: list[int]) -> None:
@@ -231,7 +244,7 @@ class RaggedCache(DynamicCache):
 
     def _layer(self, index: int) -> RaggedLayer:
         while len(self.layers) <= index:
-            self.layers.append(RaggedLayer())
+            self.layers.append(RaggedLayer.of(self.count))
         return self.layers[index]
 
     def _place_and_rows(self) -> tuple[tuple[torch.LongTensor, int] | None, int | None]:

@@ -222,7 +222,7 @@ class RunningRows:
     def read(self, target: Target) -> None:
         """Reads the next tokens of prompts, while the draft does the same, and lets rows join whose prompts end."""
         self.has_read = bool(self.pieces)
-        for row, piece in self.pieces.items():
+        for row, piece in list(self.pieces.items()):
             request = self.reading[row]
             try:
                 if request.reader is None:

@@ -188,7 +188,7 @@ def of_the_place(monkeypatch):
 def not_cleared(monkeypatch):
     """A row that joins takes the columns of the first row."""
     take = RaggedLayer.take_row
-    monkeypatch.setattr(RaggedLayer, "take_row", lambda self, place, theirs, rows: take(self, 0, theirs, rows))
+    monkeypatch.setattr(RaggedLayer, "take_row", lambda self, place, theirs: take(self, 0, theirs))
 
 
 def before_the_outcome(monkeypatch):
@@ -217,6 +217,11 @@ def test_mutants_are_noticed(mutant, expected, target, draft, monkeypatch):
 def test_a_planned_batch_has_the_same_tokens(target, draft, assistant):
     is_equal, records = equal_to_alone(target, assistant, {}, plainly(target), greedy(tokens=(60, 50, 40, 40, 40)))
     assert is_equal and sum(sum(record.accepted) for of_one in records for record in of_one) > 0
+
+
+def test_the_first_row_may_have_a_prompt_of_one_token(target, draft):
+    is_equal, _ = equal_to_alone(target, draft, MODES[IN_TURN], plainly(target), greedy((1, 5, 1)))
+    assert is_equal
 
 
 @settings(max_examples=20)

@@ -1,0 +1,110 @@
+"""Several requests at a time: each begins at once, and has the answer that it has alone."""
+
+import threading
+import time
+
+import openai
+import pytest
+
+import hf_ssd
+from hf_ssd.generation import continuous
+
+from ..helpers.servers import LONG, PROMPT, ServerThread
+
+PROMPTS = ("abc", "stuvw", "xyzabc")
+
+
+class Reader(threading.Thread):
+    """Reads a stream, and keeps when its first and last pieces came."""
+
+    def __init__(self, server, prompt, tokens, **options):
+        super().__init__(daemon=True)
+        self.stream = lambda: server.complete(prompt, tokens, stream=True, **options)
+        self.text, self.first, self.last = "", None, None
+        self.start()
+
+    def run(self):
+        for chunk in self.stream():
+            self.first = self.first or time.monotonic()
+            self.text += chunk.choices[0].text if chunk.choices else ""
+        self.last = time.monotonic()
+
+
+def test_short_answers_begin_and_end_while_a_long_one_runs(server):
+    long_text = server.complete(PROMPT, 300).choices[0].text
+    alone = [server.complete(prompt, 10).choices[0].text for prompt in PROMPTS]
+    long = Reader(server, PROMPT, 300)
+    while long.first is None:
+        time.sleep(0.005)
+    short = [Reader(server, prompt, 10) for prompt in PROMPTS]
+    for reader in short:
+        reader.join(60)
+    assert long.last is None, "all short ones have ended before it"
+    long.join(60)
+    assert [reader.text for reader in short] == alone and long.text == long_text
+
+
+def test_the_figures_say_who_runs_and_who_waits(server):
+    before = server.figures()
+    reader = Reader(server, PROMPT, 200)
+    while reader.first is None:
+        time.sleep(0.005)
+    now = server.figures()
+    assert now["num_requests_running"] == 1 and now["num_requests_waiting"] == 0
+    reader.join(60)
+    after = server.figures()
+    assert after["num_requests_running"] == 0 and after["hits_total"] > before["hits_total"]
+    assert after["time_to_first_token_seconds_count"] - before["time_to_first_token_seconds_count"] == 1
+    pieces = "time_per_output_token_seconds_count"
+    assert 50 < after[pieces] - before[pieces] < 200 and after["time_per_output_token_seconds_sum"] > 0
+
+
+def test_sampled_answers_do_not_depend_on_their_neighbours(server):
+    options = {"temperature": 1.0, "seed": 5}
+    alone = server.complete(PROMPT, 40, **options).choices[0].text
+    long = Reader(server, "abc", 300, temperature=1.0)
+    while long.first is None:
+        time.sleep(0.005)
+    assert server.complete(PROMPT, 40, **options).choices[0].text == alone and long.last is None
+    long.join(60)
+
+
+@pytest.fixture
+def one_place(tiny_server, monkeypatch):
+    """The batch of a server with a single place, for which one request may wait."""
+    batch = tiny_server.served.server.calls.batch
+    monkeypatch.setattr(batch.rows, "count", 1)
+    monkeypatch.setattr(batch, "max_rows", 1)
+    monkeypatch.setattr(batch, "max_waiting", 1)
+    return batch
+
+
+def test_too_many_requests_are_told_to_come_again(tiny_server, one_place):
+    readers = [Reader(tiny_server, PROMPT, LONG // 40)]
+    while readers[0].first is None:
+        time.sleep(0.005)
+    readers.append(Reader(tiny_server, "abc", 5))
+    while not one_place.rows.waiting:
+        time.sleep(0.005)
+    with pytest.raises(openai.InternalServerError, match="Too many requests wait") as error:
+        tiny_server.complete("abc", 5)
+    assert error.value.status_code == 503 and error.value.response.headers["retry-after"] == "5"
+    for reader in readers:
+        reader.join(120)
+        assert reader.last is not None
+
+
+def test_a_model_whose_rows_cannot_join_is_served_in_turn(tiny_folder, assistant, monkeypatch):
+    def refuse(*_):
+        raise ValueError("not these")
+
+    monkeypatch.setattr(continuous, "check_joining", refuse)
+    other = ServerThread(tiny_folder, assistant, hf_ssd.SSDConfig(lookahead=3, budget=4))
+    try:
+        assert other.served.why_in_turn == "not these" and other.served.server.calls.batch is None
+        readers = [Reader(other, PROMPT, 10) for _ in range(2)]
+        for reader in readers:
+            reader.join(60)
+        assert readers[0].text == readers[1].text and readers[0].last is not None
+    finally:
+        other.stop()
