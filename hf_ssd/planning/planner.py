@@ -52,11 +52,14 @@ class Planner:
     def begin_call(self) -> None:
         """Begins the call, once it has its turn with the draft."""
         with self.lock:
-            self.costs.begin_call()
-            if self.expects_draft:
-                self.plan = Plan(PLAIN) if self.chooses_lookahead and not self.costs.knows(PLAIN) else self.first
-            elif self._may_choose:
-                self._choose()
+            self._begin()
+
+    def _begin(self) -> None:
+        self.costs.begin_call()
+        if self.expects_draft:
+            self.plan = Plan(PLAIN) if self.chooses_lookahead and not self.costs.knows(PLAIN) else self.first
+        elif self._may_choose:
+            self._choose()
 
     @property
     def expects_draft(self) -> bool:
@@ -80,6 +83,8 @@ class Planner:
     def observe(self, before: RoundRecord, now: RoundRecord) -> None:
         """Learns from a round, as [`CostModel.observe`] does, and chooses the next plan when a choice is due."""
         with self.lock:
+            if self.costs.changes_durations(now):
+                return self._begin()
             self.costs.observe(before, now)
             self.experience.prober.observe(self.costs)
             rounds = self.experience.rounds
