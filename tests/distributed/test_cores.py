@@ -41,6 +41,15 @@ def test_division(monkeypatch, available, threads, target, drafts):
             divide_cores(impossible)
 
 
+@pytest.mark.parametrize("available, half", [(2, None), (4, (2, 3)), (9, (5, 6, 7, 8))])
+def test_one_draft_may_have_half_of_four_or_more_cores(monkeypatch, available, half):
+    monkeypatch.setattr(cores, "available_cores", lambda: tuple(range(available)))
+    share = divide_cores()
+    assert share.half == (half and CoreShare(tuple(range(half[0])), (half,)))
+    assert half is None or share.half.all == share.all
+    assert divide_cores(1).half is None and divide_cores(drafts=2).half is None
+
+
 @contextlib.contextmanager
 def a_thread(cores=None):
     """The number that the system gives to a thread, which lives for the length of the block."""
@@ -185,6 +194,21 @@ def test_each_side_leaves_cores_to_the_other_only_while_that_works(two_threads, 
             assert seen.count((2, 2)) in (in_turn, in_turn + 2) and in_turn > 5  # an answer that came too late
             assert {*seen} == {(1, 1), (2, 2)} and seen.count((1, 1)) > 5
     assert (torch.get_num_threads(), len(available_cores())) == everything
+
+
+def test_a_draft_has_half_in_the_calls_that_say_so(two_threads, target, passes, watched, monkeypatch):
+    monkeypatch.setattr(loop, "planner_for", lambda *_: OneAfterTheOther())
+    (first, other), (draft, of_draft) = available_cores()[:2], watched
+    share = CoreShare((first, other), ((other,),), half=CoreShare((first,), ((first, other),)))
+    with hf_ssd.launch_draft(draft, cores=share) as assistant:
+        for has_half in (False, True, False):
+            monkeypatch.setattr(loop, "asks_for_half", lambda *_, has_half=has_half: has_half)
+            passes.clear()
+            of_draft()
+            modes, (_, *seen) = call(target, assistant).column("mode"), of_draft()  # the first may be of the last call
+            ahead = {seen for seen, mode in zip(passes[-len(modes) :], modes) if mode == AHEAD}
+            assert ahead == {(1, 1) if has_half else (2, 2)}
+            assert {*seen} == {(2, 2)} if has_half else {*seen} == {(1, 1), (2, 2)}
 
 
 def test_a_worker_that_starts_has_its_cores_and_the_rounds_are_marked(two_threads, target, passes, monkeypatch):

@@ -10,12 +10,13 @@ import pytest
 
 from hf_ssd.generation.draft import FaultTolerantDraft
 from hf_ssd.generation.proposers.proposers import Proposers
-from hf_ssd.planning import planner, prober
+from hf_ssd.planning import experience, planner, prober
 from hf_ssd.planning.cost_model import CostModel
 from hf_ssd.planning.experience import Durations, Rates
 from hf_ssd.planning.prober import PROBE_SHARE, Prober
 from hf_ssd.rounds import AHEAD, IN_TURN, PLAIN
 
+from .cpus import Cpu
 from .simulated_draft import SimulatedDraft
 from .worlds import FixedPlanner, World, new_planner
 
@@ -200,6 +201,44 @@ def test_costs_of_other_cores_mislead_the_plan(monkeypatch, mutate, cpu):
     mutate(monkeypatch)
     world, pays = CPUS[cpu]
     assert mode_of_a_long_call(SimulatedDraft(world)) != pays
+
+
+HALF_PAYS = {  # small models and many cores, where passes gain little by more cores
+    Cpu(16, sockets=1, limit=6, size=1 / 3, overhead=0.3): True,
+    Cpu(32, sockets=2, limit=8, size=1 / 5, overhead=0.05): True,
+    Cpu(8, sockets=1, limit=3, size=1 / 20, overhead=0.1, acceptance=0.7): False,
+    Cpu(4, sockets=1, limit=2, size=1 / 20, overhead=0.1, acceptance=0.7): False,
+}
+
+
+def speed_of_a_call(cpu, has_half):
+    """Returns tokens per second of a planned call."""
+    world = cpu.world(cpu.cores // (2 if has_half else 4))
+    return world.run(new_planner(world), rounds=400, skip=33)
+
+
+def second_call(cpu):
+    """Returns whether the draft has half of the cores in it, and its tokens per second."""
+    draft = SimulatedDraft(cpu.world(cpu.cores // 4))
+    kind = draft.world.kind(temperature=1.0)
+    assert not planner.asks_for_half(draft, draft, kind)  # nothing is known
+    modes_of_a_call(draft, 100, draft.planner(temperature=1.0))
+    has_half = planner.asks_for_half(draft, draft, kind)
+    world = cpu.world(cpu.cores // (2 if has_half else 4))
+    of_call = planner.planner_for(draft, draft, dataclasses.replace(kind, has_half=has_half))
+    return has_half, world.run(of_call, rounds=400, skip=33)
+
+
+@pytest.mark.parametrize("cpu", HALF_PAYS)
+def test_the_draft_has_half_of_the_cores_where_that_is_faster_than_a_quarter(monkeypatch, cpu):
+    by_share = {has_half: speed_of_a_call(cpu, has_half) for has_half in (False, True)}
+    better = HALF_PAYS[cpu]
+    assert by_share[better] > 1.08 * by_share[not better]
+    has_half, speed = second_call(cpu)
+    assert has_half == better and speed > 0.97 * by_share[better]
+    monkeypatch.setattr(experience, "SLOW_DRAFT", math.inf if better else 0.0)  # the mutant
+    has_half, speed = second_call(cpu)
+    assert has_half != better and speed < 0.97 * by_share[better]
 
 
 def mode_after_the_start(starting):
