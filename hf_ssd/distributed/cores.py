@@ -99,7 +99,7 @@ class DraftCores:
         share: list[int] | None = None,
         everything: list[int] | None = None,
         threads: int = 1,  # torch's, at most, on all cores
-        half: list[int] | None = None,  # its share in some calls
+        half: list[int] | None = None,  # its share in calls in which it has half of all cores
     ):
         self.usual, self.half, self.everything, self.threads = share, half or share, everything, threads
         self.begin_call(has_half=False)
