@@ -102,6 +102,7 @@ class RoundRecord:
         received_at (`float`): When the target received the speculation.
         compiles (`bool`): Whether a forward pass was compiled or captured in the verification, so that
             `verify_seconds` is not typical.
+        divided (`bool`): Whether the target had only its share of the CPU cores in the verification.
         early (`int`): The plan's most early tokens. If it is not 0, rows whose source is the early proposer have taken
             them in the place of drafted tokens, whether their outcome had been prepared or not.
     """
@@ -128,6 +129,7 @@ class RoundRecord:
     answered_at: float = 0.0
     received_at: float = 0.0
     compiles: bool = False
+    divided: bool = False
     early: int = 0
 
     @property

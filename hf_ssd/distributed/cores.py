@@ -3,7 +3,7 @@
 import contextlib
 import os
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -14,6 +14,7 @@ class CoreShare:
 
     target: tuple[int, ...]
     drafts: tuple[tuple[int, ...], ...]  # of each worker
+    half: "CoreShare | None" = field(default=None, compare=False)  # the same for calls in which the draft has half
 
     @property
     def all(self) -> tuple[int, ...]:
@@ -28,16 +29,22 @@ def available_cores() -> tuple[int, ...]:
 
 
 def divide_cores(draft_threads: int | None = None, drafts: int = 1) -> CoreShare:
-    """Gives each draft worker a quarter of the cores, at least 1, or `draft_threads` cores, and the target the rest."""
-    cores = available_cores()
+    """
+    Gives each draft worker a quarter of the cores, at least 1, or `draft_threads` cores, and the target the rest. Where
+    a single worker has a quarter, calls may give it half.
+    """
+    cores, half = available_cores(), None
     if draft_threads is None:
         draft_threads = max(1, len(cores) // 4)
+        if drafts == 1 and len(cores) >= 4:
+            half = divide_cores(len(cores) // 2)
     if not 1 <= draft_threads <= len(cores):
         raise ValueError(f"`num_threads` is {draft_threads}, but must be between 1 and the {len(cores)} cores here.")
     rest = cores[: max(0, len(cores) - drafts * draft_threads)] or cores[: len(cores) - draft_threads] or cores
     free = [core for core in cores if core not in rest] or list(cores)
     places = range(0, drafts * draft_threads, draft_threads)
-    return CoreShare(rest, tuple(tuple(free[(i + j) % len(free)] for j in range(draft_threads)) for i in places))
+    shares = tuple(tuple(free[(i + j) % len(free)] for j in range(draft_threads)) for i in places)
+    return CoreShare(rest, shares, half)
 
 
 def pin(cores: tuple[int, ...]) -> None:
@@ -87,10 +94,19 @@ class TargetCores:
 class DraftCores:
     """The cores of a draft worker: its share beside the target, and those of both while the target waits for it."""
 
-    def __init__(self, share: list[int] | None = None, everything: list[int] | None = None, threads: int = 1):
-        self.share, self.everything = share, everything
-        self.threads = threads  # torch's, at most, on all cores
-        self.is_divided = False
+    def __init__(
+        self,
+        share: list[int] | None = None,
+        everything: list[int] | None = None,
+        threads: int = 1,  # torch's, at most, on all cores
+        half: list[int] | None = None,  # its share in calls in which it has half of all cores
+    ):
+        self.usual, self.half, self.everything, self.threads = share, half or share, everything, threads
+        self.begin_call(has_half=False)
+
+    def begin_call(self, has_half: bool) -> None:
+        """Keeps to its share in this call, from now on."""
+        self.share, self.is_divided = self.half if has_half else self.usual, False
         self.divide(True)
 
     @property

@@ -69,9 +69,9 @@ class DraftServer:
 
     def _start(self, message: Message) -> None:
         self.speculator = None
-        self.cores.divide(True)  # the target reads the prompts too
         own = self.model.config.get_text_config(decoder=True).vocab_size
         request = SessionRequest.from_dict(message.payload, self.translation, own)
+        self.cores.begin_call(request.has_half)  # the target reads the prompts too
         self.translation, rows = request.translation or self.translation, len(request.prompts)
         longest = request.generation_config.max_length or 0
         features = rows * longest * DraftInfo.of(self.model.config).target_width

@@ -62,7 +62,8 @@ def launch_draft(
             which this process holds nothing yet (so load the target first), or the CPU.
         num_threads (`int`, *optional*):
             Cores for each worker on the CPU while it works beside the target, which has the rest. Defaults to a quarter
-            of the available cores, at least 1. A worker that takes turns with the target has the cores of both.
+            of the available cores, at least 1; one worker has half of four or more cores in planned calls if it is
+            slow. A worker that takes turns with the target has the cores of both.
         dtype (`str` or `torch.dtype`, *optional*):
             Type of a draft that is loaded from a folder or hub id. Defaults to the type in its config.
         timeout (`float`, *optional*, defaults to 600):
@@ -220,6 +221,7 @@ def new_assistant(model: Draft, devices: list[torch.device], cores: CoreShare | 
         place = {"device": str(device), "cores": None}
         if device.type == "cpu":
             place |= {"cores": list(next(shares)), "all_cores": list(cores.all), "threads": torch.get_num_threads()}
+            place["half"] = list(cores.half.drafts[0]) if cores.half else None
         launch = functools.partial(start_worker, {**settings, **place}, weights)
         workers.append(WorkerProcess(launch, settings["timeout"]))
     assistant = DraftAssistant(workers, cores, weights, wait=wait)

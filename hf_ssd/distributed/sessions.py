@@ -27,6 +27,7 @@ REQUEST = {  # fields of a call that are numbers
     "vocab_size": Field(1, MOST_TOKENS),
     "worker_index": Field(0, MOST_WORKERS - 1),
     "num_workers": Field(1, MOST_WORKERS),
+    "has_half": Field(0, 1, read=bool),
     "prompt_length": Field(),
     "weights_version": Field(),
 }
@@ -45,7 +46,7 @@ class SessionRequest:
     `translation` leads from the target's tokens to the draft's, if their tokenizers differ. `head` is a fallback that
     reads hidden states of the target, and is not sent. `plan` holds until the first outcome arrives. `prompt_length` is
     that of the longest prompt without tokens that were generated before the draft was ready. The worker drops keys and
-    values that it computed with another `weights_version`.
+    values that it computed with another `weights_version`, and `has_half` of the CPU cores if that is planned.
     """
 
     config: SSDConfig
@@ -59,6 +60,7 @@ class SessionRequest:
     num_workers: int = 1
     prompt_length: int | None = None
     weights_version: int = 0
+    has_half: bool = False
     head: object = None
 
     def __post_init__(self):

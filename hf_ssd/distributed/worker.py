@@ -53,7 +53,7 @@ def run() -> int:
     settings = json.loads(sys.stdin.buffer.readline())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the target, which tells the worker how to go on
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    cores = DraftCores(settings["cores"], settings.get("all_cores"), settings.get("threads", 1))
+    cores = DraftCores(settings["cores"], settings.get("all_cores"), settings.get("threads", 1), settings.get("half"))
     logging.disable_progress_bar()
     # 1. Load the model.
     try:

@@ -212,6 +212,7 @@ class FaultTolerantDraft:
         record = speculation.record
         record.early_alone, record.early_beside = self.proposers.counted
         self.cores.divide(record.mode == AHEAD or self._worker_starts)
+        record.divided = self.cores.is_divided
         return speculation
 
     def receive_probabilities(self) -> torch.FloatTensor | None:

@@ -33,7 +33,7 @@ from ..drafting.resolver import ResolvedDraft
 from ..drafting.vocabulary import Translation
 from ..planning.cost_model import LOOKAHEADS
 from ..planning.experience import CallKind
-from ..planning.planner import planner_for
+from ..planning.planner import asks_for_half, planner_for
 from ..rounds import RoundRecord
 from ..stats import SSDDecoderOnlyOutput
 from .call_rows import CallRows
@@ -85,13 +85,16 @@ def speculative_speculative_decoding(
     temperature = generation_config.temperature if settings.do_sample else None
     workers = 1 if worker is None else len(worker.workers)
     kind = CallKind(ssd_config, count, vocab_size, temperature, length, workers, resolved.one_pass)
+    cores = target_cores(worker, model)
+    if cores.share is not None and worker.cores.half is not None and asks_for_half(model, worker, kind):
+        kind, request.has_half = dataclasses.replace(kind, has_half=True), True
+        cores = TargetCores(worker.cores.half.target)
     planner = planner_for(model, worker or draft_model or model, kind)
     ranks = worker.ranks if worker is not None else TargetRanks()
     sequences = Sequences(input_ids, settings)
     target = Target(model, ssd_config, sequences, resolved.reads)
     padding = [length - len(prompt) for prompt in prompts]
     rows = CallRows(settings, sequences, request.seed, vocab_size, padding, target.verify_alone, ranks, streamer)
-    cores = target_cores(worker, model)
     with ranks.one_call():
         draft = FaultTolerantDraft(worker, draft_model, request, planner, input_ids.device, ranks, cores)
         with contextlib.closing(draft), contextlib.closing(draft):  # again, in case of an interrupt

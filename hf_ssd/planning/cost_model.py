@@ -1,5 +1,6 @@
 """Expected tokens and seconds of a round of each plan: the formulas of [`theory`] with measured parts."""
 
+import copy
 import math
 
 from .. import theory
@@ -22,7 +23,7 @@ class CostModel:
     def __init__(self, kind: CallKind, pair: PairKnowledge | None = None):
         pair = PairKnowledge() if pair is None else pair
         self.kind = kind
-        self.durations = pair.durations(kind)
+        self.durations = self.of_pair = pair.durations(kind)
         self.experience = pair.experience(kind)
         self.rates = Rates(memory=0.99)  # of the texts of this call
         self.reading = 0.0  # seconds that the last round waited while the draft read text that went by without it
@@ -38,6 +39,17 @@ class CostModel:
         """Starts a call: acceptance restarts from its long-run average, not from the end of the last text."""
         self.live = self.kind.rows  # that are not finished
         self.rates.restart(self.experience.rates)
+
+    def changes_durations(self, now: RoundRecord) -> bool:
+        """
+        Whether other durations count from this round on. While a worker starts, the target has only its share of the
+        cores in all modes, so these rounds must not be compared with later ones.
+        """
+        starts = now.divided and now.mode != AHEAD
+        if starts == (self.durations is not self.of_pair):
+            return False
+        self.durations = copy.deepcopy(self.of_pair) if starts else self.of_pair
+        return True
 
     def observe(self, before: RoundRecord, now: RoundRecord) -> None:
         """Learns from a round, whose record says how the draft has answered the outcome of the round before."""

@@ -52,11 +52,14 @@ class Planner:
     def begin_call(self) -> None:
         """Begins the call, once it has its turn with the draft."""
         with self.lock:
-            self.costs.begin_call()
-            if self.expects_draft:
-                self.plan = Plan(PLAIN) if self.chooses_lookahead and not self.costs.knows(PLAIN) else self.first
-            elif self._may_choose:
-                self._choose()
+            self._begin()
+
+    def _begin(self) -> None:
+        self.costs.begin_call()
+        if self.expects_draft:
+            self.plan = Plan(PLAIN) if self.chooses_lookahead and not self.costs.knows(PLAIN) else self.first
+        elif self._may_choose:
+            self._choose()
 
     @property
     def expects_draft(self) -> bool:
@@ -80,6 +83,8 @@ class Planner:
     def observe(self, before: RoundRecord, now: RoundRecord) -> None:
         """Learns from a round, as [`CostModel.observe`] does, and chooses the next plan when a choice is due."""
         with self.lock:
+            if self.costs.changes_durations(now):
+                return self._begin()
             self.costs.observe(before, now)
             self.experience.prober.observe(self.costs)
             rounds = self.experience.rounds
@@ -169,14 +174,26 @@ _lock = threading.Lock()
 
 def planner_for(target, draft, kind: CallKind) -> Planner | FixedPlan:
     """Returns a planner for a call of a pair; `draft` is a model, or the assistant that holds its workers."""
-    config = kind.config
-    if config.lookahead == 0 or "auto" not in (config.lookahead, config.budget):
-        return FixedPlan(config)
+    if not is_planned(kind.config):
+        return FixedPlan(kind.config)
     with _lock:  # measurements of earlier calls are kept while both live
         pair = _pairs.setdefault(target, weakref.WeakKeyDictionary()).setdefault(draft, PairKnowledge())
     with pair.lock:
         pair.last = Planner(kind, pair)
     return pair.last
+
+
+def is_planned(config) -> bool:
+    return config.lookahead != 0 and "auto" in (config.lookahead, config.budget)
+
+
+def asks_for_half(target, draft, kind: CallKind) -> bool:
+    """Whether calls before have shown that the draft needs half of the cores while both models compute."""
+    pair = _pairs.get(target, {}).get(draft)
+    if pair is None or kind.is_parallel or not is_planned(kind.config):
+        return False
+    with pair.lock:
+        return pair.durations(kind).asks_for_half()
 
 
 def last_planner(target, draft) -> Planner | None:

@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList
 
 import hf_ssd
 from hf_ssd.distributed import cores, transport
+from hf_ssd.distributed.assistant import DraftAssistant
 from hf_ssd.distributed.cores import CoreShare, available_cores, divide_cores, use_cores
 from hf_ssd.generation import loop
 from hf_ssd.planning.fixed_plan import FixedPlan
@@ -38,6 +39,15 @@ def test_division(monkeypatch, available, threads, target, drafts):
     for impossible in (0, len(available) + 1):
         with pytest.raises(ValueError, match=f"between 1 and the {len(available)} cores"):
             divide_cores(impossible)
+
+
+@pytest.mark.parametrize("available, half", [(2, None), (4, (2, 3)), (9, (5, 6, 7, 8))])
+def test_one_draft_may_have_half_of_four_or_more_cores(monkeypatch, available, half):
+    monkeypatch.setattr(cores, "available_cores", lambda: tuple(range(available)))
+    share = divide_cores()
+    assert share.half == (half and CoreShare(tuple(range(half[0])), (half,)))
+    assert half is None or share.half.all == share.all
+    assert divide_cores(1).half is None and divide_cores(drafts=2).half is None
 
 
 @contextlib.contextmanager
@@ -178,11 +188,39 @@ def test_each_side_leaves_cores_to_the_other_only_while_that_works(two_threads, 
             assert stats.draft_failure is None and {AHEAD, IN_TURN, PLAIN} <= {*modes}
             prefill, *rounds = passes[-len(modes) - 1 :]  # the first call tries the model before
             assert rounds == [(1, 1) if mode == AHEAD else everything for mode in modes]
+            assert stats.column("divided") == [mode == AHEAD for mode in modes]
             assert prefill == everything and seen[0] == (1, 1)
             in_turn = sum(record.steps for record in stats.records if record.mode == IN_TURN)  # a pass for each token
             assert seen.count((2, 2)) in (in_turn, in_turn + 2) and in_turn > 5  # an answer that came too late
             assert {*seen} == {(1, 1), (2, 2)} and seen.count((1, 1)) > 5
     assert (torch.get_num_threads(), len(available_cores())) == everything
+
+
+def test_a_draft_has_half_in_the_calls_that_say_so(two_threads, target, passes, watched, monkeypatch):
+    monkeypatch.setattr(loop, "planner_for", lambda *_: OneAfterTheOther())
+    (first, other), (draft, of_draft) = available_cores()[:2], watched
+    share = CoreShare((first, other), ((other,),), half=CoreShare((first,), ((first, other),)))
+    with hf_ssd.launch_draft(draft, cores=share) as assistant:
+        for has_half in (False, True, False):
+            monkeypatch.setattr(loop, "asks_for_half", lambda *_, has_half=has_half: has_half)
+            passes.clear()
+            of_draft()
+            modes, (_, *seen) = call(target, assistant).column("mode"), of_draft()  # the first may be of the last call
+            ahead = {seen for seen, mode in zip(passes[-len(modes) :], modes) if mode == AHEAD}
+            assert ahead == {(1, 1) if has_half else (2, 2)}
+            assert {*seen} == {(2, 2)} if has_half else {*seen} == {(1, 1), (2, 2)}
+
+
+def test_a_worker_that_starts_has_its_cores_and_the_rounds_are_marked(two_threads, target, passes, monkeypatch):
+    first, other = available_cores()[:2]
+    with hf_ssd.launch_draft(tiny_model(), cores=CoreShare((first,), ((other,),))) as assistant:
+        call(target, assistant, max_new_tokens=1)  # tries the model
+        passes.clear()
+        monkeypatch.setattr(DraftAssistant, "state", property(lambda self: "starting"))
+        monkeypatch.setattr(DraftAssistant, "open_session", lambda *_: None)
+        stats = call(target, assistant, max_new_tokens=10)
+    assert {*passes} == {(1, 1)} and len(passes) == 10
+    assert stats.column("mode") == [PLAIN] * 9 and stats.column("divided") == [True] * 9
 
 
 @pytest.mark.parametrize("mode", [pytest.param(IN_TURN, marks=pytest.mark.slow), AHEAD])

@@ -8,11 +8,15 @@ from hf_ssd.rounds import AHEAD, IN_TURN, NOTHING, PLAIN, PREPARED, Plan, RoundR
 class SimulatedDraft:
     """The assistant of all calls with one pair."""
 
-    positions, state = None, "ready"
+    positions = None
 
     def __init__(self, world):
         self.world, self.workers = world, [None] * world.workers
-        self.slowness = 1.0
+        self.slowness, self.starting = 1.0, world.starting
+
+    @property
+    def state(self):
+        return "starting" if self.starting > 0 else "ready"
 
     def planner(self, temperature=None, **settings):
         """Returns the planner of a call, which knows what calls before have taught."""
@@ -28,7 +32,7 @@ class SimulatedDraft:
         pass
 
     def open_session(self, turn, request, device):
-        return SimulatedSession(self, request())
+        return SimulatedSession(self, request()) if self.state == "ready" else None
 
     def drafting(self, tokens):
         return self.slowness * self.world.drafting(tokens)

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 
 from hf_ssd import SSDConfig
-from hf_ssd.distributed.cores import TargetCores
 from hf_ssd.distributed.sessions import SessionRequest
 from hf_ssd.distributed.target_ranks import TargetRanks
 from hf_ssd.drafting.cache_shapes import allocate
@@ -42,6 +41,18 @@ class FixedPlanner:
         pass
 
 
+class SimulatedCores:
+    """The cores of a target, in the place of [`~hf_ssd.distributed.cores.TargetCores`]."""
+
+    is_divided = False
+
+    def divide(self, is_divided):
+        self.is_divided = is_divided
+
+    def close(self):
+        self.is_divided = False
+
+
 @dataclass
 class World:
     """Times in seconds."""
@@ -51,7 +62,7 @@ class World:
     per_token: float = 0.001  # more for each drafted token that is verified
     step: float = 0.005
     per_branch: float = 0.0001
-    contention: float = 1.0  # how much slower verification is while the draft works as well
+    contention: float = 1.0  # how much slower verification is while the draft works, or starts, as well
     alone: float = 1.0  # how much quicker a pass of the draft is in turn, on the cores of both
     right: float = 0.5  # chance that a guess is right, if the better ones were not
     rows: int = 1
@@ -66,6 +77,7 @@ class World:
 
     best: float = 0.0  # tokens per second of the best fixed plan, which the program finds
     workers: int = 1
+    starting: int = 0  # rounds until the draft is ready
     reading: float = 0.0  # what a draft takes to read what went by without it
     busy: float = 1.0  # how much slower the draft is in the first of the calls before
     calls_before: tuple[int, ...] = ()  # half rounds of each: an odd one ends as calls do, an even one is broken off
@@ -81,10 +93,11 @@ class World:
         A call of `generate()`, as generation/loop.py has it. Yields the seconds since its beginning and the tokens,
         when an outcome has left and when a speculation has come.
         """
-        draft, chance, hiccups = draft or SimulatedDraft(self), random.Random(seed), random.Random(seed + 1)
+        draft, cores = draft or SimulatedDraft(self), SimulatedCores()
+        chance, hiccups = random.Random(seed), random.Random(seed + 1)
         config = getattr(planner, "config", SSDConfig(lookahead=1))
         request = SessionRequest(config, None, [torch.zeros(1, dtype=torch.long)] * self.rows, 0, 1000)
-        ours = FaultTolerantDraft(draft, None, request, planner, torch.device("cpu"), TargetRanks(), TargetCores(None))
+        ours = FaultTolerantDraft(draft, None, request, planner, torch.device("cpu"), TargetRanks(), cores)
         ours.proposers.early = ngrams = SimulatedNgrams(self, chance)
         before, now, clock = None, RoundRecord(sources=[NOTHING] * self.rows), 0.0
 
@@ -98,7 +111,7 @@ class World:
                 # 1. The target verifies, and the draft prepares.
                 session, width = ours.session, now.lookahead
                 plan = session.preparing if session is not None else Plan(PLAIN)
-                busy = self.contention if plan.mode == AHEAD else 1
+                busy = self.contention if cores.is_divided else 1
                 cold = self.cold if width else 1
                 seconds = measured((self.verification + self.per_token * width) * busy * cold)
                 acceptance = 0.0 if session is not None and session.is_misled else self.acceptance
@@ -130,6 +143,7 @@ class World:
                 yield clock, sum(map(len, ours.texts)) - self.rows
 
                 # 3. The draft answers.
+                draft.starting -= 1
                 speculation = ours.receive_speculation()
                 before, now = now, speculation.record
                 now.lookahead = speculation.width
