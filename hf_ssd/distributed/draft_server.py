@@ -3,7 +3,7 @@
 import traceback
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..drafting.draft_info import DraftInfo
 from ..drafting.drafts import Drafts
@@ -13,7 +13,7 @@ from ..drafting.vocabulary import Translation
 from ..rounds import IN_TURN, Plan, Speculation, padded
 from . import wire
 from .cores import DraftCores
-from .sessions import SessionRequest
+from .sessions import SessionRequest, read_options
 from .transport import AWAKE, Channel, PeerLost
 from .weights import copy_shared_weights
 from .wire import Kind, Message
@@ -102,8 +102,8 @@ class DraftServer:
         wire.expect(message, Kind.JOIN, self.session, self.round)
         rows, vocab_size = len(self.speculator.finished), self.speculator.drafter.vocab_size
         row, start, tokens, settings, seed = wire.read_join(message.payload, rows, vocab_size)
-        settings = None if settings is None else GenerationConfig.from_dict(settings)
-        self.speculator.join(row, start, tokens, settings, seed)
+        options = None if settings is None else read_options(settings)
+        self.speculator.join(row, start, tokens, options, seed)
         self.channel.expect()
 
     def _answer(self, message: Message) -> None:

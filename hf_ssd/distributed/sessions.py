@@ -88,7 +88,7 @@ class SessionRequest:
         and `draft_size` the size of the draft's vocabulary.
         """
         try:
-            generation_config = GenerationConfig.from_dict(values["generation_config"])
+            generation_config = read_options(values["generation_config"])
             config = SSDConfig.from_dict(values["ssd_config"])
             plan, numbers, new, prompts = (values[name] for name in ("plan", "numbers", "translation", "prompts"))
             if new not in (None, KEPT):
@@ -118,6 +118,14 @@ def settings_of(generation_config: GenerationConfig) -> dict:
     if isinstance(settings.get("sequence_bias"), dict):  # transformers also accepts pairs, which JSON can hold
         settings["sequence_bias"] = [[list(tokens), bias] for tokens, bias in settings["sequence_bias"].items()]
     return settings
+
+
+def read_options(settings: dict) -> GenerationConfig:
+    """Reads what [`settings_of`] returns, or raises [`ProtocolError`]."""
+    try:
+        return GenerationConfig.from_dict(settings)
+    except Exception as error:  # transformers may raise any exception for a value of the wrong type
+        raise ProtocolError(f"settings cannot be read: {type(error).__name__}: {error}") from error
 
 
 class DraftSession:

@@ -82,6 +82,12 @@ def recorded():
                     ssd_config=hf_ssd.SSDConfig(**{**settings, **more}), **options,
                 )  # fmt: skip
                 assert output.ssd_stats.draft_failure is None
+        with DraftAssistant([ThreadWorker(tiny_draft(disagreement=0.3))]) as assistant:
+            config = hf_ssd.SSDConfig(**settings)
+            with hf_ssd.continuous_batching(target, assistant, config, ROWS, prefill_chunk=4) as manager:
+                rows = padded_batch(ROWS)["input_ids"]
+                ids = [manager.add_request(row[None], max_new_tokens=12, do_sample=True, top_k=5) for row in rows]
+                assert all(list(manager.request_id_iter(one))[-1].error is None for one in ids)
     patch.undo()
     return found
 

@@ -6,10 +6,11 @@ import random
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from hf_ssd.config import LONGEST_LOOKAHEAD
 from hf_ssd.distributed import wire
-from hf_ssd.distributed.sessions import MOST_TOKENS, MOST_WORKERS, SessionRequest
+from hf_ssd.distributed.sessions import MOST_TOKENS, MOST_WORKERS, SessionRequest, read_options
 from hf_ssd.distributed.wire import FRAME_LENGTH, HEADER, LARGEST_PAYLOAD, Kind, ProtocolError
 from hf_ssd.drafting.vocabulary import Translation
 from hf_ssd.rounds import MODES, SOURCES
@@ -59,11 +60,20 @@ def read_request(values):
     assert 0 < request.vocab_size <= MOST_TOKENS
     assert 0 <= request.seed < 2**31 and 0 <= request.worker_index < request.num_workers <= MOST_WORKERS
     assert type(request.prompt_length) is int and all(prompt.dim() == 1 for prompt in request.prompts)
-    assert all(0 <= prompt.min() <= prompt.max() < request.vocab_size for prompt in request.prompts)
+    filled = [prompt for prompt in request.prompts if len(prompt)]
+    assert len(filled) in (0, len(request.prompts)), "all are empty in a running batch"
+    assert all(0 <= prompt.min() <= prompt.max() < request.vocab_size for prompt in filled)
+
+
+def read_join(payload):
+    row, start, tokens, settings, seed = wire.read_join(payload, ROWS, VOCAB)
+    assert 0 <= row < ROWS and start >= 0 and 0 <= seed < 2**31 and all(0 <= token < VOCAB for token in tokens)
+    assert settings is None or isinstance(read_options(settings), GenerationConfig)
 
 
 READERS = {
     Kind.START: read_request,
+    Kind.JOIN: read_join,
     Kind.OUTCOME: read_outcome,
     Kind.SPECULATION: read_speculation,
     Kind.PROBABILITIES: read_probabilities,

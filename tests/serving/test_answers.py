@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 import torch
+from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS as KNOWN
 
 import hf_ssd
@@ -42,6 +43,18 @@ def server(tmp_path_factory):
     server.stop()
 
 
+class Forced(LogitsProcessor):
+    """Lets nothing but these tokens follow a prompt of this length."""
+
+    def __init__(self, tokens: list[int], length: int):
+        self.tokens, self.length = tokens, length
+
+    def __call__(self, input_ids, scores):
+        only = torch.full_like(scores, -torch.inf)
+        only[:, self.tokens[min(input_ids.shape[1] - self.length, len(self.tokens) - 1)]] = 0
+        return only
+
+
 @pytest.fixture
 def says(server, monkeypatch):
     """Lets the model write a text, and returns its tokens."""
@@ -49,15 +62,11 @@ def says(server, monkeypatch):
     def says(text: str) -> list[int]:
         tokens = server.processor(text, add_special_tokens=False)["input_ids"]
 
-        def generate(input_ids, streamer, generation_config, stopping_criteria=(), **kwargs):
-            streamer.put(input_ids)
-            for token in [*tokens, server.processor.eos_token_id][: generation_config.max_new_tokens]:
-                input_ids = torch.cat([input_ids, torch.tensor([[token]])], dim=1)
-                streamer.put(torch.tensor([token]))
-                if any(criterion(input_ids, None).all() for criterion in stopping_criteria):
-                    break
-            streamer.end()
-            return input_ids
+        real = type(server.loaded_model).generate
+
+        def generate(inputs, **options):
+            forced = Forced([*tokens, server.processor.eos_token_id], inputs.shape[1])
+            return real(server.loaded_model, inputs, **options, logits_processor=LogitsProcessorList([forced]))
 
         monkeypatch.setattr(server.loaded_model, "generate", generate)
         return tokens
