@@ -5,6 +5,7 @@ import shutil
 
 import openai
 import pytest
+import torch
 
 import hf_ssd
 
@@ -130,3 +131,21 @@ def test_lm_eval_sends_several_prompts_at_once(server, are_tokens):
     options = {"until": ["\n\n\n"], "max_gen_toks": COUNT}
     texts = model.generate_until([Instance("generate_until", {}, (prompt, dict(options)), 0) for prompt in prompts])
     assert texts == completions(server, *prompts, stop=["\n\n\n"])
+
+
+def test_lm_eval_scores_continuations(server):
+    """With the log-probabilities of the prompt, which it sends as tokens."""
+    models = pytest.importorskip("lm_eval.models.openai_completions")
+    from lm_eval.api.instance import Instance
+
+    names = {"model": server.model, "tokenizer": server.model}
+    model = models.LocalCompletionsAPI(f"{server.url}/v1/completions", "huggingface", **names, max_retries=1)
+    pairs = [(PROMPT.rstrip(), "\nimport sys\n"), (PROMPT.rstrip(), " zebra"), ("def f(", "self):\n")]
+    found = model.loglikelihood([Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)])
+    for (context, continuation), (score, is_greedy) in zip(pairs, found):
+        ids = server.processor(context + continuation, return_tensors="pt")["input_ids"]
+        start = len(server.processor(context)["input_ids"])
+        with torch.no_grad():
+            scores = server.loaded_model(ids).logits[0, start - 1 : -1].log_softmax(-1)
+        assert score == pytest.approx(scores.gather(1, ids[0, start:, None]).sum().item(), abs=1e-3)
+        assert is_greedy == (scores.argmax(-1) == ids[0, start:]).all()
