@@ -49,10 +49,10 @@ class Grammar(LogitsProcessor):
         self.matcher = LLMatcher(of_llguidance, grammar, log_level=0)
         if self.matcher.is_error():
             raise ValueError(f"The JSON schema cannot be followed: {self.matcher.get_error()}")
-        end = torch.zeros(4 * ((of_llguidance.vocab_size + 31) // 32), dtype=torch.uint8)
+        end = bytearray((of_llguidance.vocab_size + 7) // 8)
         for token in of_llguidance.eos_tokens:
             end[token // 8] |= 1 << token % 8
-        self.vocab_size, self.end = of_llguidance.vocab_size, bytes(end.tolist())
+        self.vocab_size, self.end = of_llguidance.vocab_size, bytes(end)
         self.rows = defaultdict(lambda: _Row(self.matcher.deep_copy(), self.end))
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
@@ -152,4 +152,4 @@ class _Row:
         mask = self.matcher.compute_bitmask()
         if self.matcher.is_error():
             raise RuntimeError(f"The JSON schema cannot be followed any further: {self.matcher.get_error()}")
-        return mask
+        return mask[: len(self.end)]  # llguidance may add bytes

@@ -140,9 +140,15 @@ def test_a_text_that_another_processor_led_astray_ends(pair):
         assert scores(ids, torch.zeros(1, 97)).isfinite().nonzero().tolist() == [[0, TOKENIZER.eos_token_id]]
 
 
-def test_tokens_beyond_the_tokenizer_are_not_allowed():
-    made = hf_ssd.Grammar({"type": "string"}, TOKENIZER)
-    assert made(torch.tensor([[5]]), torch.zeros(1, 130)).isfinite().sum() == 1  # the quote
+@pytest.mark.parametrize("of_tokenizer", range(29, 34))
+def test_tokenizers_and_models_of_any_size(of_tokenizer):
+    """Tokens beyond the tokenizer are not allowed."""
+    tokenizer = characters('"' + "".join(map(chr, range(97, 97 + of_tokenizer - 3))))
+    for of_model in (of_tokenizer, 32, 130):
+        made = hf_ssd.Grammar({"const": "a"}, tokenizer)
+        scores = torch.zeros(1, 3, of_model)
+        found = made.process_positions(scores, torch.tensor([[5, 2, 9]]), [1], [0])
+        assert found.isfinite().nonzero().tolist() == [[0, 0, 2], [0, 1, 3], [0, 2, 1]]
 
 
 # ---------------------------------------------------------------- sampled
@@ -180,7 +186,9 @@ def exact(target):
 
 def counts(small, **changes):
     options = {"eos_token_id": EOS, "pad_token_id": 0, "logits_processor": [hf_ssd.Grammar(WORDS, FEW)]}
-    return counts_of(*small, exact=exact(small[0]), options=options, seed=3, **{"at_least": 1.02, "calls": 6, **changes})
+    return counts_of(
+        *small, exact=exact(small[0]), options=options, seed=3, **{"at_least": 1.02, "calls": 6, **changes}
+    )
 
 
 @pytest.mark.parametrize("ahead", [False, True])
