@@ -1,8 +1,9 @@
-"""Structured output: a logits processor that lets a text be only JSON that follows a schema."""
+"""Structured output: a logits processor that allows only texts of a grammar, such as the JSON of a schema."""
 
 import json
 import weakref
 from collections import defaultdict
+from collections.abc import Callable
 
 import torch
 from transformers import LogitsProcessor
@@ -40,15 +41,29 @@ class Grammar(LogitsProcessor):
     """
 
     def __init__(self, schema: dict | str, tokenizer, eos_token_id: int | list[int] | None = None):
+        schema = _read(schema)
+        self._follow(lambda matcher: matcher.grammar_from_json_schema(schema, DEFAULTS), tokenizer, eos_token_id)
+
+    @classmethod
+    def from_lark(cls, grammar: str, tokenizer, eos_token_id: int | list[int] | None = None) -> "Grammar":
+        """
+        Returns a processor for another grammar than that of JSON, in the [Lark syntax of
+        llguidance](https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md).
+        """
+        made = cls.__new__(cls)
+        made._follow(lambda matcher: matcher.grammar_from_lark(grammar), tokenizer, eos_token_id)
+        return made
+
+    def _follow(self, grammar: Callable, tokenizer, eos_token_id) -> None:
+        """Compiles what the function makes of llguidance's class of matchers."""
         try:
             from llguidance import LLMatcher
         except ImportError as error:
             raise ImportError("Structured output needs llguidance: pip install hf_ssd[structured]") from error
         of_llguidance = _tokenizer(getattr(tokenizer, "tokenizer", tokenizer), eos_token_id)
-        grammar = LLMatcher.grammar_from_json_schema(_read(schema), defaults=DEFAULTS)
-        self.matcher = LLMatcher(of_llguidance, grammar, log_level=0)
+        self.matcher = LLMatcher(of_llguidance, grammar(LLMatcher), log_level=0)
         if self.matcher.is_error():
-            raise ValueError(f"The JSON schema cannot be followed: {self.matcher.get_error()}")
+            raise ValueError(f"The grammar cannot be followed: {self.matcher.get_error().splitlines()[0]}.")
         end = bytearray((of_llguidance.vocab_size + 7) // 8)
         for token in of_llguidance.eos_tokens:
             end[token // 8] |= 1 << token % 8
@@ -151,5 +166,5 @@ class _Row:
     def _mask(self) -> bytes:
         mask = self.matcher.compute_bitmask()
         if self.matcher.is_error():
-            raise RuntimeError(f"The JSON schema cannot be followed any further: {self.matcher.get_error()}")
+            raise RuntimeError(f"The grammar cannot be followed any further: {self.matcher.get_error()}")
         return mask[: len(self.end)]  # llguidance may add bytes

@@ -21,6 +21,7 @@ from transformers.cli.serving.utils import (
 from transformers.generation.streamers import BaseStreamer
 
 from ..generation.streaming import BatchStreamer, RoundStreamer
+from ..grammar import Grammar
 from ..stats import SSDStats
 from .answers import LenientParser
 from .errors import Refusal
@@ -40,6 +41,7 @@ class Call:
 
     loop: asyncio.AbstractEventLoop  # the event loop that answers it
     parameters: Parameters = field(default_factory=Parameters)
+    grammar: Grammar | None = None  # that the answer follows
     prompt: list[int] | None = None  # tokens that take the place of those that transformers' handler has made
     has_left: threading.Event = field(default_factory=threading.Event)  # set when nobody waits for its answer any more
     is_prepared: bool = False  # whether its prompt is tokenized
@@ -205,6 +207,8 @@ class TurnTaking(BaseGenerateManager):
                 kwargs["stopping_criteria"] = StoppingCriteriaList([StopCriteria(call.rows, length)])
             if any(penalties):
                 kwargs["logits_processor"] = LogitsProcessorList([Penalties(length, *penalties)])
+            if call.grammar is not None:
+                kwargs.setdefault("logits_processor", LogitsProcessorList()).append(call.grammar)
             with seeded(parameters.seed, model.device):
                 model.generate(**kwargs, streamer=counting)
             end = FINISHED

@@ -214,7 +214,7 @@ def test_a_matcher_that_is_not_rolled_back_changes_the_distribution(small, monke
 
 
 @pytest.mark.parametrize("schema, error, message", [
-    ({"type": "strange"}, ValueError, "The JSON schema cannot be followed: Invalid type: strange"),
+    ({"type": "strange"}, ValueError, "The grammar cannot be followed: Invalid type: strange"),
     ({"type": "array", "uniqueItems": True}, ValueError, "uniqueItems"),
     ({"$ref": "#/nowhere"}, ValueError, "does not exist"),
     ([1], TypeError, "`schema` must be a JSON schema"),
