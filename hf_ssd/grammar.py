@@ -94,6 +94,10 @@ class Grammar(LogitsProcessor):
         result[..., :known] = scores[..., :known].masked_fill(~allowed[..., :known], -torch.inf)
         return result
 
+    def forced(self, row: int, gained: list[int]) -> list[int]:
+        """Returns the tokens that must follow in a row of the last call, once it has gained these tokens."""
+        return self.rows[row].forced(gained)
+
 
 def _read(schema: dict | str) -> dict:
     """Returns a schema as a dictionary, also that of a text."""
@@ -162,6 +166,15 @@ class _Row:
             found.append(self._mask())
         self.matcher.rollback(taken)
         return found + [self.end] * (len(proposed) - taken)
+
+    def forced(self, gained: list[int]) -> list[int]:
+        """Returns the only tokens with which the text can go on after these tokens, if there is no choice."""
+        if self.start + self.taken < len(self.text):
+            return []
+        taken = self.matcher.try_consume_tokens(gained)
+        found = self.matcher.compute_ff_tokens() if taken == len(gained) else []
+        self.matcher.rollback(taken)
+        return found
 
     def _mask(self) -> bytes:
         mask = self.matcher.compute_bitmask()

@@ -12,6 +12,7 @@ from transformers.generation.logits_process import TemperatureLogitsWarper, TopK
 import hf_ssd
 from hf_ssd import grammar
 from hf_ssd.generation import deciding
+from hf_ssd.rounds import NGRAM
 
 from ..helpers.comparing import settings
 from ..helpers.preparing import preparing
@@ -149,6 +150,66 @@ def test_tokenizers_and_models_of_any_size(of_tokenizer):
         scores = torch.zeros(1, 3, of_model)
         found = made.process_positions(scores, torch.tensor([[5, 2, 9]]), [1], [0])
         assert found.isfinite().nonzero().tolist() == [[0, 0, 2], [0, 1, 3], [0, 2, 1]]
+
+
+# ---------------------------------------------------------------- forced tokens
+
+KEYS = {"type": "object", "properties": {"first": {"type": "boolean"}, "second": {"type": "boolean"}}}
+KEYS |= {"required": ["first", "second"], "additionalProperties": False}
+
+
+def by_keys():
+    return hf_ssd.Grammar(KEYS, TOKENIZER)
+
+
+def json_of_keys(target, draft, inputs, of_config=()):
+    """The statistics of a greedy call, whose tokens are those of plain generate()."""
+    options = {**GREEDY, "output_scores": False}
+    plain = target.generate(**inputs, **options, logits_processor=[by_keys()]).sequences
+    output = target.generate(**inputs, **options, logits_processor=[by_keys()], **settings(draft, **dict(of_config)))
+    assert torch.equal(output.sequences, plain) and output.ssd_stats.draft_failure is None
+    for row in plain[:, inputs["input_ids"].shape[1] :]:
+        assert {*json.loads(TOKENIZER.decode(row, skip_special_tokens=True))} == {"first", "second"}
+    return output.ssd_stats
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("how", ["in turn", "in a worker", "no draft", "auto"])
+def test_forced_tokens_are_proposed_for_nothing(target, draft, assistant, how, rows, monkeypatch):
+    of_config = {
+        "no draft": {"drafter": "ngram", "budget": "auto"},
+        "auto": {"lookahead": "auto", "budget": "auto"},
+    }
+    drafts = {"in a worker": assistant, "auto": assistant, "no draft": None}
+    call = lambda: json_of_keys(target, drafts.get(how, draft), padded_batch(rows), of_config.get(how, {}))  # noqa: E731
+    stats = call()
+    monkeypatch.setattr(hf_ssd.Grammar, "forced", lambda *_: [])
+    without = call()
+    assert len(stats.records) < 0.7 * len(without.records)
+    if how != "auto":  # all forced tokens are accepted, four at a time
+        assert {NGRAM} <= {source for record in stats.records for source in record.sources}
+        kept = [record.accepted[row] for record in stats.records for row in record.live if record.is_early(row)]
+        assert max(kept) == 4 and {*kept} <= {0, 1, 2, 3, 4}
+
+
+def test_wrong_forced_tokens_cost_speed_alone(target, draft, monkeypatch):
+    monkeypatch.setattr(hf_ssd.Grammar, "forced", lambda self, row, gained: [5, 7, 9])
+    assert json_of_keys(target, draft, padded_batch(3)).tokens_per_round < 1.5
+
+
+def test_requests_of_a_running_batch_have_grammars_of_their_own(target, draft):
+    inputs = [padded_batch(1, seed=seed)["input_ids"] for seed in (0, 1, 2)]
+    makes = [by_keys, lambda: hf_ssd.Grammar(STRINGS, TOKENIZER), by_keys]
+    options = {"max_new_tokens": 70, "do_sample": False, "eos_token_id": TOKENIZER.eos_token_id, "pad_token_id": 0}
+    plain = [target.generate(ids, **options, logits_processor=[make()])[0, 9:] for ids, make in zip(inputs, makes)]
+    config = hf_ssd.SSDConfig(lookahead=4, asynchronous=False)
+    with hf_ssd.continuous_batching(target, assistant_model=draft, ssd_config=config) as manager:
+        names = [
+            manager.add_request(ids[0].tolist(), **options, logits_processor=[make()])
+            for ids, make in zip(inputs, makes)
+        ]
+        found = [manager.get_result(name).generated_tokens for name in names]
+    assert found == [tokens.tolist() for tokens in plain]
 
 
 # ---------------------------------------------------------------- sampled
