@@ -58,7 +58,7 @@ def test_an_answer_follows_its_schema_whole_and_streamed(server, temperature):
     assert "".join(chunk.delta.content or "" for chunk in streamed) == whole.message.content
     assert whole.finish_reason == streamed[-1].finish_reason == "stop" and valid(whole.message.content)
     figures = server.figures()
-    assert figures["hits_total"] > before["hits_total"]
+    assert temperature or figures["hits_total"] > before["hits_total"]
     assert figures["tokens_total"] - before["tokens_total"] > figures["rounds_total"] - before["rounds_total"] + 4
 
 
