@@ -13,13 +13,14 @@ if TYPE_CHECKING:  # for readers of the source; at run time `__getattr__` import
     from .generation.api import SSDGenerationMixin, disable, enable, generate
     from .generation.continuous import ContinuousBatching, continuous_batching
     from .generation.streaming import BatchStreamer, RoundStreamer
+    from .grammar import Grammar
     from .rounds import RoundRecord
     from .stats import SSDDecoderOnlyOutput, SSDStats
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "BatchStreamer", "ContinuousBatching", "DraftAssistant", "DraftError", "RoundRecord", "RoundStreamer",
+    "BatchStreamer", "ContinuousBatching", "DraftAssistant", "DraftError", "Grammar", "RoundRecord", "RoundStreamer",
     "SSDConfig", "SSDDecoderOnlyOutput", "SSDGenerationMixin", "SSDStats", "close", "continuous_batching",
     "disable", "enable", "generate", "launch_draft",
 ]  # fmt: skip
@@ -32,6 +33,7 @@ _NAMES = {
     ".generation.continuous": ("ContinuousBatching", "continuous_batching"),
     ".generation.api": ("SSDGenerationMixin", "disable", "enable", "generate"),
     ".generation.streaming": ("BatchStreamer", "RoundStreamer"),
+    ".grammar": ("Grammar",),
     ".rounds": ("RoundRecord",),
     ".stats": ("SSDDecoderOnlyOutput", "SSDStats"),
 }

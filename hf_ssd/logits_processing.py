@@ -3,8 +3,9 @@ Applies transformers' logits processors to many positions of many rows at once.
 
 In plain generation a processor sees a single position of each row, and all rows have the same length. Here each row has
 several positions, and rows differ in length. A single call suffices for processors that read only the scores
-(`STATELESS`), only the number of tokens (`MINIMUM_LENGTHS`), or only which tokens occurred (repetition penalty). Other
-processors are called once for each length, with the batch that they would see in plain generation.
+(`STATELESS`), only the number of tokens (`MINIMUM_LENGTHS`), or only which tokens occurred (repetition penalty). A
+processor with a method `process_positions` takes all positions itself. Other processors are called once for each
+length, with the batch that they would see in plain generation.
 """
 
 import torch
@@ -56,7 +57,12 @@ def has_constraint(processors: LogitsProcessorList) -> bool:
 def are_by_row(processors: LogitsProcessorList) -> bool:
     """Whether all processors are known to treat each row by itself and to keep no state from one call to the next."""
     known = (*STATELESS, *MINIMUM_LENGTHS, *BY_ROW, PrefixConstrainedLogitsProcessor)
-    return all(type(processor) in known for processor in processors)
+    return all(type(processor) in known or _takes_positions(processor) for processor in processors)
+
+
+def _takes_positions(processor: LogitsProcessor) -> bool:
+    """Whether a processor takes several positions of each row in one call, and is told which rows they belong to."""
+    return hasattr(processor, "process_positions")
 
 
 def needs_history(processors: LogitsProcessorList) -> bool:
@@ -83,6 +89,9 @@ def process_positions(
     ends = torch.tensor([lengths[row] for row in rows])[:, None] + torch.arange(positions)  # on the CPU
     histories = input_ids[from_host(rows, input_ids.device), None, : int(ends.max())].expand(-1, positions, -1)
     for processor in processors:
+        if _takes_positions(processor):
+            scores = processor.process_positions(scores, input_ids, [lengths[row] for row in rows], list(rows))
+            continue
         together = _process_together(processor, scores.reshape(-1, vocab_size), histories, ends, rows)
         if together is not None:
             scores = together.view_as(scores)

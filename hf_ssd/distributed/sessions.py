@@ -44,9 +44,10 @@ class SessionRequest:
 
     `generation_config` is the one that transformers prepared, `max_length` included, and `prompts` are without padding.
     `translation` leads from the target's tokens to the draft's, if their tokenizers differ. `head` is a fallback that
-    reads hidden states of the target, and is not sent. `plan` holds until the first outcome arrives. `prompt_length` is
-    that of the longest prompt without tokens that were generated before the draft was ready. The worker drops keys and
-    values that it computed with another `weights_version`, and `has_half` of the CPU cores if that is planned.
+    reads hidden states of the target, and `forced` gives the tokens that must follow in a row once it has gained some
+    tokens; neither is sent. `plan` holds until the first outcome arrives. `prompt_length` is that of the longest prompt
+    without tokens that were generated before the draft was ready. The worker drops keys and values that it computed
+    with another `weights_version`, and `has_half` of the CPU cores if that is planned.
     """
 
     config: SSDConfig
@@ -62,6 +63,7 @@ class SessionRequest:
     weights_version: int = 0
     has_half: bool = False
     head: object = None
+    forced: Callable[[int, list[int]], list[int]] | None = None
 
     def __post_init__(self):
         if self.prompt_length is None:

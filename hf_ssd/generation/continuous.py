@@ -313,6 +313,7 @@ class ContinuousBatching:
                 request = SessionRequest(
                     self.config, GenerationConfig(), [blank] * self.max_rows, 0, self.vocab_size, self.translation
                 )
+                request.forced = self.rows.forced
                 cores = target_cores(self.worker, self.model)
                 planner, self.rows.planned_rows = self._planner(1), 0
                 arguments = self.worker, self.draft_model, request, planner, self.device, TargetRanks(), cores

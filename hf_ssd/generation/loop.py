@@ -39,6 +39,7 @@ from ..stats import SSDDecoderOnlyOutput
 from .call_rows import CallRows
 from .checks import check_generation
 from .draft import FaultTolerantDraft
+from .proposers.forced import forced_by
 from .sequences import Sequences, prompts_without_padding
 from .settings import Settings
 from .target import Target
@@ -78,6 +79,7 @@ def speculative_speculative_decoding(
     prompts = prompts_without_padding(input_ids, model_kwargs.get("attention_mask"))
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     request = SessionRequest(ssd_config, of_the_draft, prompts, 0, vocab_size, translation, head=resolved.fallback)
+    request.forced = forced_by(settings.processors)
     if settings.do_sample:  # greedy calls draw nothing
         request.seed = seed_of_call(request, int(torch.randint(2**31, ())), resolved.reads is not None)
     start = time.perf_counter()

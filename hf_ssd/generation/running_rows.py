@@ -16,6 +16,7 @@ from ..rounds import Outcome, RoundRecord
 from ..stats import SSDStats
 from .call_rows import CallRows
 from .draft import FaultTolerantDraft
+from .proposers.forced import forced_by
 from .target import Target
 from .verification import verify_greedy
 
@@ -157,6 +158,11 @@ class RunningRows:
                 found[row] = [*self.proposed[row][:k], token][:most]
                 self.live[row].rows.of_round = None, (), None
         return found
+
+    def forced(self, row: int, gained: list[int]) -> list[int]:
+        """Returns the tokens that the grammar of a request forces after these. See [`~proposers.forced.forced_by`]."""
+        of_request = forced_by(self.live[row].rows.processors)
+        return [] if of_request is None else of_request(0, gained)
 
     def keep(self, outcome: Outcome) -> None:
         for row in list(self.following):

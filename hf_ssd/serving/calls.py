@@ -22,6 +22,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..generation.continuous import ContinuousBatching
 from ..generation.streaming import BatchStreamer, RoundStreamer
+from ..grammar import Grammar
 from ..stats import SSDStats
 from . import joined
 from .answers import LenientParser
@@ -44,6 +45,7 @@ class Call:
 
     loop: asyncio.AbstractEventLoop  # the event loop that answers it
     parameters: Parameters = field(default_factory=Parameters)
+    grammar: Grammar | None = None  # that the answer follows
     prompt: list[int] | None = None  # tokens that take the place of those that transformers' handler has made
     has_left: threading.Event = field(default_factory=threading.Event)  # set when nobody waits for its answer any more
     is_prepared: bool = False  # whether its prompt is tokenized
@@ -217,25 +219,21 @@ class CallRunner(BaseGenerateManager):
         config, length = kwargs["generation_config"], kwargs["input_ids"].shape[1]
         tokenizer = getattr(kwargs.get("tokenizer"), "tokenizer", kwargs.get("tokenizer"))
         tokenizer = getattr(tokenizer, "backend_tokenizer", None)
-        count, stops, penalties = len(streamers) if config.do_sample else 1, parameters.stops(), parameters.penalties()
-        call.rows = [Row(stops, parameters.likely(), tokenizer) for _ in range(count)]
+        count = len(streamers) if config.do_sample else 1
+        call.rows = [Row(parameters.stops(), parameters.likely(), tokenizer) for _ in range(count)]
         try:
             counting = CountingStreamer(self, call, streamers, self.totals, call.rows)
             counting.check()
             if parameters.echoes() and parameters.likely() is not None:
                 call.of_prompt = entries_of_prompt(model, call.prompt, parameters.likely(), counting.check)
-            if any(penalties):
-                kwargs["logits_processor"] = LogitsProcessorList([Penalties(length, *penalties)])
             if self.batch is not None and "ssd_config" not in kwargs:
-                criteria = [StoppingCriteriaList([StopCriteria([row], length)] if stops else []) for row in call.rows]
-                joined.generate(self.batch, counting, count, criteria, parameters.seed, **kwargs)
+                settings = [self._settings([row], call, length) for row in call.rows]
+                joined.generate(self.batch, counting, settings, parameters.seed, **kwargs)
             else:
                 if count > 1:
                     config.num_return_sequences = count
-                if stops:
-                    kwargs["stopping_criteria"] = StoppingCriteriaList([StopCriteria(call.rows, length)])
                 with self.without_draft, seeded(parameters.seed, model.device):
-                    model.generate(**kwargs, streamer=counting)
+                    model.generate(**kwargs, **self._settings(call.rows, call, length), streamer=counting)
             end = FINISHED
         except _GenerationCancelled:  # the client has left
             end = CANCELLED
@@ -250,6 +248,17 @@ class CallRunner(BaseGenerateManager):
             call.seconds += time.perf_counter() - start
         for streamer in streamers:
             streamer.end()
+
+    def _settings(self, rows: list[Row], call: Call, length: int) -> dict:
+        """Returns criteria and processors of some rows, after a prompt of this length."""
+        processors, criteria = LogitsProcessorList(), StoppingCriteriaList()
+        if any(penalties := call.parameters.penalties()):
+            processors.append(Penalties(length, *penalties))
+        if call.grammar is not None:
+            processors.append(call.grammar if len(rows) == len(call.rows) else call.grammar.another())
+        if call.parameters.stops():
+            criteria.append(StopCriteria(rows, length))
+        return {"logits_processor": processors, "stopping_criteria": criteria}
 
     @contextlib.contextmanager
     def counting_refusals(self) -> Iterator[None]:

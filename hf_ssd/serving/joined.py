@@ -34,17 +34,17 @@ class OfRow(BatchStreamer, RoundStreamer):
         """Does nothing, as the streamer of the call."""
 
 
-def generate(batch: ContinuousBatching, streamer, rows: int, criteria: list, seed: int | None, **kwargs) -> None:
+def generate(batch: ContinuousBatching, streamer, settings: list[dict], seed: int | None, **kwargs) -> None:
     """
-    Runs a call with so many rows as requests of the batch. `streamer.check` ends it by raising. `criteria` has those of
-    each row.
+    Runs a call as requests of the batch, one for each row, whose `settings` are arguments of `generate()` beside those
+    that all rows have. `streamer.check` ends the call by raising.
     """
     seed = secrets.randbits(31) if seed is None else seed
     requests: list[str] = []
     try:
-        for row in range(rows):
-            own = {**kwargs, "stopping_criteria": criteria[row], "streamer": OfRow(streamer, row), "seed": seed + row}
-            requests.append(batch.add_request(**own))
+        for row, own in enumerate(settings):
+            streamer_of_row = OfRow(streamer, row)
+            requests.append(batch.add_request(**kwargs, **own, streamer=streamer_of_row, seed=seed + row))
         for request in requests:
             while batch.result_of(request, timeout=LOOK) is None:
                 streamer.check()

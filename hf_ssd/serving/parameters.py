@@ -6,12 +6,13 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from .errors import Refusal
+from .structured import ResponseFormat, TextOptions
 
 TEXTS = ("text", "input_text", "output_text")  # types of a message's parts
 LARGEST = 2**31 - 1
 OURS = {  # parameters that transformers' handlers do not get
     *("seed", "logit_bias", "stop", "tool_choice", "frequency_penalty", "presence_penalty"),
-    *("n", "logprobs", "top_logprobs", "echo"),
+    *("n", "logprobs", "top_logprobs", "echo", "response_format", "text"),
 }
 TUNING = {"safety_identifier", "service_tier", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"}
 LOGPROBS = "`true` in chats, from 0 to 5 likely tokens in completions; see [below](#log-probabilities)"
@@ -208,15 +209,20 @@ class ChatRequest(Generation):
     refused = {
         **dict.fromkeys("audio function_call functions moderation reasoning_effort verbosity".split()),
         **{"parallel_tool_calls": True},
-        **{"store": False, "response_format": {"type": "text"}, "modalities": ["text"], "web_search_options": None},
+        **{"store": False, "modalities": ["text"], "web_search_options": None},
     }
     no_effect = {"user", "metadata", "prediction", *TUNING}
     messages: list[Message] = Field(
         min_length=1, description="text; a model that reads images or sound gets its own parts"
     )
     max_completion_tokens: int | None = done("as `max_tokens`, and before it", ge=1, le=LARGEST)
-    tools: list[Tool] | None = done("functions; refused if the model's chat template does not use them")
+    tools: list[Tool] | None = done(
+        "functions, also [`strict`](#structured-output) ones; refused if the model's chat template does not use them"
+    )
     tool_choice: Literal["auto", "none"] | None = done('"auto", or "none", which leaves the tools out')
+    response_format: ResponseFormat | None = done(
+        "text, `json_object` or `json_schema`, see [below](#structured-output)"
+    )
     chat_template_kwargs: dict[str, Any] | None = done("transformers' own: variables of the chat template")
     logprobs: bool | None = done(LOGPROBS)
     top_logprobs: int | None = done("from 0 to 20 likely tokens, with `logprobs`", ge=0, le=20)
@@ -259,13 +265,18 @@ class ResponseRequest(Parameters):
         **dict.fromkeys("access_programs background_options context_management conversation image".split()),
         **dict.fromkeys("max_tool_calls moderation previous_response_id prompt reasoning".split()),
         **{"background": False, "store": False, "top_logprobs": 0, "parallel_tool_calls": True},
-        **{"text": {"format": {"type": "text"}}, "truncation": "disabled", "include": []},
+        **{"truncation": "disabled", "include": []},
     }
     no_effect = {"user", "metadata", *TUNING}
     input: str | list[Item] = Field(min_length=1, description="a text, or messages as in chat completions")
     instructions: str | None = done("a system message in front")
+    text: TextOptions | None = done(
+        "its `format`: text, `json_object` or `json_schema`, see [below](#structured-output)"
+    )
     max_output_tokens: int | None = done("as `max_tokens`", ge=1, le=LARGEST)
-    tools: list[FlatTool] | None = done("functions; refused if the model's chat template does not use them")
+    tools: list[FlatTool] | None = done(
+        "functions, also [`strict`](#structured-output) ones; refused if the model's chat template does not use them"
+    )
     tool_choice: Literal["auto", "none"] | None = done('"auto", or "none", which leaves the tools out')
 
 

@@ -18,6 +18,7 @@ from .calls import CALL, Call, CallRunner
 from .choices import Choices, ShownChoice
 from .errors import Refusal, described, read
 from .limits import Limits, check_prompt
+from .structured import grammar_for
 
 POLL = 0.1  # polling interval in seconds, to notice that a client has left or the server is to end
 logger = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ class Endpoint:
     def _read_now(self, body: bytes, call: Call) -> tuple[dict, list[list[int] | None]]:
         call.parameters = request = read(self.kind, body)
         self.limits.check(request)
+        call.grammar = grammar_for(request, self.limits.model, self.limits.tokenizer)
         read_text = self.limits.tokenizer
         prompts = [read_text(one)["input_ids"] if isinstance(one, str) else one for one in request.prompts()]
         with self.calls.counting_refusals():

@@ -59,6 +59,14 @@ def printable() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", bos_token="<s>", padding_side="left")
 
 
+def characters(of: str = "".join(map(chr, range(32, 127)))) -> PreTrainedTokenizerFast:
+    """Of single characters after padding and EOS, in a form that llguidance reads."""
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *of.replace(" ", "Ġ")])}
+    bpe = Tokenizer(BPE(vocabulary, merges=[]))
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", eos_token="<s>", padding_side="left")
+
+
 # ---------------------------------------------------------------- tokenizers of every kind, trained on a few sentences
 
 SENTENCES = [

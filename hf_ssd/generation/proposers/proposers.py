@@ -7,7 +7,7 @@ import torch
 
 from ...devices import from_host
 from ...distributed.sessions import SessionRequest
-from ...rounds import EARLY, NOTHING, PLAIN, Plan, Speculation, padded
+from ...rounds import EARLY, LONGEST_EARLY, NOTHING, PLAIN, Plan, Speculation, padded
 from . import PROPOSERS
 from .base import Proposal, Proposer
 
@@ -18,15 +18,18 @@ ROUNDS_PER_COMPARISON = 4  # later, one of so many rounds does
 class Proposers:
     """
     The early proposer comes first: its tokens leave with the outcome, and the tokens that they would have given are
-    counted. A fallback is asked where the draft's answer has no tokens for a row.
+    counted. Tokens that a grammar forces take their place. A fallback is asked where the draft's answer has no tokens
+    for a row.
     """
 
     def __init__(self, request: SessionRequest, texts: list[list[int]]):
-        self.request, self.texts, config = request, texts, request.config
+        self.request, self.texts = request, texts
+        self.config = config = request.config
         self.early = PROPOSERS[EARLY](request)
         self.has_no_draft = config.drafter == EARLY
         self.counts_early = config.lookahead == "auto" and (self.has_no_draft or config.fallback == "auto")
         self.counted: tuple[list[int], list[int]] = [], []  # `early_alone` and `early_beside` of [`RoundRecord`]
+        self.longest_forced = 0  # tokens of a row that a grammar forces
         self.proposed: list[list[int]] = []  # the early tokens of each row that are verified next, if any is asked for
         self.fallbacks: dict[str, Proposer] = {}  # those that were asked, and one that follows the text
         self.plan, self.live = Plan(PLAIN), [True] * len(request.prompts)
@@ -59,7 +62,17 @@ class Proposers:
         if self.counts_early:
             self.counted = self.early.compare(new)
         self.proposed = self._search(most) if most else []
+        if self.request.forced is not None:
+            self._put_forced(new)
         return self.proposed
+
+    def _put_forced(self, new: list[list[int]]) -> None:
+        """Lets tokens that a grammar forces take the place of other proposals: they are hardly ever rejected."""
+        most = LONGEST_EARLY if self.config.lookahead == "auto" else self.config.lookahead
+        forced = [self.request.forced(row, tokens)[:most] if tokens else [] for row, tokens in enumerate(new)]
+        if any(forced):
+            self.proposed = [own or early for own, early in zip(forced, self.proposed or [[]] * len(new))]
+        self.longest_forced = max(map(len, forced))
 
     def compare(self, number: int) -> None:
         """Looks for early tokens, if they are due in this round, only to compare them with the tokens to come."""
@@ -99,7 +112,7 @@ class Proposers:
         tokens = padded(tokens, width)
         record = dataclasses.replace(found.record, sources=sources, lengths=lengths, lookahead=width)
         record.mode = PLAIN if answer is None and not self.has_no_draft else self.plan.mode
-        record.early = self.plan.early
+        record.early = max(self.plan.early, self.longest_forced)
         return Speculation(tokens, None, record), bool(self.missed)
 
     @property
