@@ -72,6 +72,13 @@ def packed_forwards(model: PreTrainedModel, pack_weights: bool | str) -> dict[nn
     return forwards
 
 
+def forward_of(layer: nn.Linear) -> Callable:
+    """Returns what computes a linear layer in a call: it or its packed weight, as a trial shows, if memory suffices."""
+    is_tried = _can_pack() and is_eligible(layer, PackedLinear.weights(layer)) and matrix_size(layer.weight) >= LEAST
+    verdicts = is_tried and _verdicts(PackedLinear.tried(layer), is_auto=True)
+    return PackedLinear(layer, verdicts) if verdicts else layer
+
+
 def _stale(found: "dict[nn.Module, Packed | None]", weights: dict[nn.Module, list[nn.Parameter]]) -> list[nn.Module]:
     """Returns the modules whose weights are not packed, or have changed since."""
     stale = [module for module, packed in found.items() if packed is None or packed.state != _state(weights[module])]
