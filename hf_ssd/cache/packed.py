@@ -7,7 +7,7 @@ A view of the model computes with the packed weights; the model keeps its module
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -168,9 +168,9 @@ def _can_pack() -> bool:
     return is_here and devices.multiplies_in_float32(torch.device("cpu"))
 
 
-def _verdicts(tried: list[tuple[torch.Tensor, torch.Tensor | None]], is_auto: bool) -> list[Verdict]:
+def _verdicts(tried: list[tuple[Sequence[torch.Tensor], torch.Tensor | None]], is_auto: bool) -> list[Verdict]:
     """Returns when to use each packed weight, none if torch cannot pack one, or if `"auto"` finds no gain."""
-    verdicts = [verdict_on(weight, bias) for weight, bias in tried]
+    verdicts = [verdict_on(weights, bias) for weights, bias in tried]
     if None in verdicts or is_auto and not any(any(verdict.is_faster) for verdict in verdicts):
         return []
     return verdicts if is_auto else [Verdict((True,) * len(TRIED), verdict.fewest) for verdict in verdicts]

@@ -1,6 +1,7 @@
 """Weights of experts that are packed once, for passes over a few tokens on a CPU, expert by expert."""
 
 import weakref
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -31,9 +32,10 @@ class PackedExperts:
         return [module._parameters.get(name) for name in _names(module)]
 
     @staticmethod
-    def tried(experts: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Returns the weight and the bias of each product to try: those of the first expert."""
-        return [_products(experts, name)[0] for name in _names(experts)]
+    def tried(experts: nn.Module) -> list[tuple[Sequence[torch.Tensor], torch.Tensor | None]]:
+        """Returns weights and a bias for each product to try. Few experts would stay in the processor's cache."""
+        products = [list(zip(*_products(experts, name))) for name in _names(experts)]
+        return [(weights, biases[0]) for weights, biases in products]
 
     def __call__(
         self,

@@ -6,7 +6,7 @@ own operations, which torch.compile uses too, pack it once.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -66,9 +66,9 @@ class PackedLinear:
         return [module._parameters.get("weight")] if type(module) is nn.Linear else []
 
     @staticmethod
-    def tried(layer: nn.Linear) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Returns the weight and the bias of each product to try."""
-        return [(layer.weight, layer.bias)]
+    def tried(layer: nn.Linear) -> list[tuple[Sequence[torch.Tensor], torch.Tensor | None]]:
+        """Returns weights and a bias for each product to try."""
+        return [([layer.weight], layer.bias)]
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         weight, bias = self.parameters["weight"], self.parameters["bias"]
@@ -82,26 +82,27 @@ def computes(input: torch.Tensor, weight: torch.Tensor) -> bool:
     return input.dtype == weight.dtype and not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"))
 
 
-def verdict_on(weight: torch.Tensor, bias: torch.Tensor | None) -> Verdict | None:
-    """Returns when a packed weight is faster, or `None` if torch cannot pack it."""
-    kind = weight.shape, weight.stride(), weight.dtype, bias is not None, torch.get_num_threads()
+def verdict_on(weights: Sequence[torch.Tensor], bias: torch.Tensor | None) -> Verdict | None:
+    """Returns when packed weights of one kind are faster, or `None` if torch cannot pack them."""
+    first = weights[0]
+    kind = first.shape, first.stride(), first.dtype, len(weights), bias is not None, torch.get_num_threads()
     if kind not in _verdicts:
-        _verdicts[kind] = _try(weight, bias)
+        _verdicts[kind] = _try(weights, bias)
     return _verdicts[kind]
 
 
 @torch.no_grad()
-def _try(weight: torch.Tensor, bias: torch.Tensor | None) -> Verdict | None:
-    rows = max(1, MOST // weight.shape[1])
+def _try(weights: Sequence[torch.Tensor], bias: torch.Tensor | None) -> Verdict | None:
+    rows, count = max(1, MOST // weights[0].shape[1]), max(1, MOST // weights[0].numel())
     theirs = []
     ours = []
-    weight = weight[:rows]
+    weights = [weight[:rows] for weight in weights[:count]]
     bias = None if bias is None else bias[:rows]
     try:
-        packed = _pack(weight.detach())
+        packed = [_pack(weight.detach()) for weight in weights]
         for tokens in TRIED:
-            states = torch.ones(tokens, weight.shape[1], dtype=weight.dtype)
-            seconds, expected = _timed(linear, states, weight, bias)
+            states = torch.ones(tokens, weights[0].shape[1], dtype=weights[0].dtype)
+            seconds, expected = _timed(linear, states, weights, bias)
             theirs.append(seconds)
             seconds, result = _timed(_product, states, packed, bias)
             ours.append(seconds)
@@ -123,11 +124,14 @@ def _product(states: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | No
     return torch.ops.mkldnn._linear_pointwise(states, packed, bias, "none", [], "")
 
 
-def _timed(call: Callable, *arguments) -> tuple[float, torch.Tensor]:
-    """Returns the shortest of three times, after a call that is not timed, and the result."""
-    result, times = call(*arguments), []
+def _timed(
+    call: Callable, states: torch.Tensor, weights: list[torch.Tensor], bias: torch.Tensor | None
+) -> tuple[float, torch.Tensor]:
+    """Returns the shortest of three times for all weights, after a call that is not timed, and the first's result."""
+    result, times = call(states, weights[0], bias), []
     for _ in range(3):
         start = time.perf_counter()
-        call(*arguments)
+        for weight in weights:
+            call(states, weight, bias)
         times.append(time.perf_counter() - start)
     return min(times), result

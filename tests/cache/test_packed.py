@@ -258,7 +258,7 @@ def test_auto_packs_where_it_is_faster(monkeypatch):
 
 def test_auto_times_each_kind_of_layer_once_and_no_small_ones(monkeypatch):
     tried, trial = [], packed_linear._try
-    monkeypatch.setattr(packed_linear, "_try", lambda weight, bias: tried.append(weight.shape) or trial(weight, bias))
+    monkeypatch.setattr(packed_linear, "_try", lambda ones, bias: tried.append(ones[0].shape) or trial(ones, bias))
     monkeypatch.setattr(packed_linear, "_verdicts", {})
     assert not packed_forwards(tiny_model(), "auto") and not tried
     monkeypatch.setattr(packed, "LEAST", 0)

@@ -217,6 +217,17 @@ def test_auto_packs_experts_where_it_is_faster_for_one_of_their_weights(monkeypa
     assert packed_forward(experts_of("gate"), "auto") is None and packed_forward(experts_of("gate")) is not None
 
 
+def test_all_experts_are_tried_together_so_that_they_come_from_memory(monkeypatch):
+    times(monkeypatch, [0.5])
+    timed, counts = packed_linear._timed, []
+    monkeypatch.setattr(packed_linear, "_timed", lambda *of: counts.append(len(of[2])) or timed(*of))
+    assert packed_forward(experts_of("gate"), "auto") is not None and {*counts} == {EXPERTS}
+    monkeypatch.setattr(packed_linear, "MOST", 2 * 2 * INNER * WIDTH)  # values of two experts
+    monkeypatch.setattr(packed_linear, "_verdicts", {})
+    counts.clear()
+    assert packed_forward(experts_of("gate"), "auto") is not None and {*counts} == {2, 4}
+
+
 def test_auto_packs_no_small_experts():
     assert packed_forward(experts_of("gate"), "auto") is None
 

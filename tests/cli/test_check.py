@@ -189,8 +189,8 @@ def test_the_dtype_is_that_of_the_products_of_a_call(has_operation, expected, mo
     def noted(kind, call):
         return lambda states, *others: computed.append((kind, states.dtype)) or call(states, *others)
 
-    def trial(weight, bias):
-        return packed_linear.Verdict((weight.dtype == torch.float32,) * 3, 1)
+    def trial(weights, bias):
+        return packed_linear.Verdict((weights[0].dtype == torch.float32,) * 3, 1)
 
     def seconds(layers, device, states):
         computed.clear()
