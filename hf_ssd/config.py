@@ -102,13 +102,13 @@ class SSDConfig:
             devices, uses flash attention or has a rotary embedding that depends on the length of the text runs without
             graphs. Graphs and the storage that they read stay in the device's memory until the model is deleted.
         pack_weights (`bool` or `str`, *optional*, defaults to `"auto"`):
-            Whether passes on a CPU use copies of the weights of `nn.Linear` layers in the order in which the processor
-            reads them, which makes passes over a few tokens several times faster in float32. The model itself does not
-            change, and results differ by rounding. `"auto"` packs layers for which a trial shows a gain, if the free
-            memory holds the copies twice; `True` packs all layers that can be packed; `False` none. The trial goes by
-            the clock, so set `True` or `False` where a seed is to repeat a text exactly in another process. A copy is
-            as large as the weight and is kept until the model is deleted; `hf-ssd chat` and a worker that loads its
-            draft from a folder give up the weight itself. Compiled models and GPUs do without.
+            Whether passes on a CPU use copies of the weights of `nn.Linear` layers and of experts, in the order in
+            which the processor reads them, which makes passes over a few tokens several times faster in float32. The
+            model does not change, and results differ by rounding. `"auto"` packs layers for which a trial shows a gain,
+            if the free memory holds the copies twice; `True` packs all layers that can be packed; `False` none. The
+            trial goes by the clock, so set `True` or `False` where a seed is to repeat a text exactly in another
+            process. A copy is as large as the weight and is kept until the model is deleted; `hf-ssd chat` and a worker
+            that loads its draft from a folder give up the weight itself. Compiled models and GPUs do without.
     """
 
     lookahead: int | str = "auto"

@@ -4,9 +4,10 @@ import os
 from collections import Counter
 
 import torch
-from torch.nn import functional
+from torch import nn
 from transformers import PreTrainedModel
 
+from ..cache.packed import forward_of
 from ..cache.support import attention_layout
 from ..config import WITHOUT_DRAFT
 from ..distributed.cores import available_cores
@@ -93,7 +94,7 @@ def fastest(model: PreTrainedModel, device: torch.device) -> str | None:
     """Returns the dtype that is faster on the CPU for each number of tokens, if one is, also without weights."""
     if device.type != "cpu":
         return None
-    shapes = Counter(tuple(layer.weight.shape) for layer in model.modules() if type(layer) is torch.nn.Linear)
+    shapes = Counter(tuple(layer.weight.shape) for layer in model.modules() if type(layer) is nn.Linear)
     repeated = [shape for shape, count in shapes.items() if count > 1]  # so not that of the head
     if not repeated:
         return None
@@ -105,13 +106,19 @@ def fastest(model: PreTrainedModel, device: torch.device) -> str | None:
     return "float32" if max(gains) <= 1 / FASTER else None
 
 
+@torch.no_grad()
 def seconds_of(shape: tuple[int, int], count: int, dtype: torch.dtype) -> list[float]:
-    """Returns the seconds of up to `count` layers with weights of this shape, for each of `TOKENS`."""
+    """Returns the seconds of a layer of this shape, as in a call with `count` of them, for each of `TOKENS`."""
     weight = torch.full(shape, 0.01, dtype=dtype)
-    weights = [weight.clone() for _ in range(min(count, 1 + UNCACHED // weight.nbytes))]
+    forwards = []
+    for _ in range(min(count, 1 + UNCACHED // weight.nbytes)):
+        layer = nn.Linear(shape[1], shape[0], bias=False, device="meta")
+        layer.weight = nn.Parameter(weight.clone())
+        forwards.append(forward_of(layer))
 
     def layers(states: torch.Tensor) -> None:
-        for weight in weights:
-            functional.linear(states, weight)
+        for forward in forwards:
+            forward(states)
 
-    return [time_of(layers, weight.device, torch.full((n, shape[1]), 0.01, dtype=dtype)) for n in TOKENS]
+    states = [torch.full((tokens, shape[1]), 0.01, dtype=dtype) for tokens in TOKENS]
+    return [time_of(layers, weight.device, one) / len(forwards) for one in states]

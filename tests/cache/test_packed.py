@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 
 import hf_ssd
 from hf_ssd import devices
-from hf_ssd.cache import packed
+from hf_ssd.cache import packed, packed_linear
 from hf_ssd.cache.attached import attached_to
 from hf_ssd.cache.cached_model import CachedModel
 from hf_ssd.cache.packed import packed_forwards
@@ -44,13 +44,13 @@ SUITES = {  # and the tests of each; all of the families or of the calls against
 @pytest.fixture
 def products(monkeypatch):
     """Counts the products with packed weights, by their number of tokens."""
-    counted, call = [], packed.PackedWeight.__call__
+    counted, call = [], packed.PackedLinear.__call__
 
     def counting(self, states):
         counted.append(states.numel() // states.shape[-1])
         return call(self, states)
 
-    monkeypatch.setattr(packed.PackedWeight, "__call__", counting)
+    monkeypatch.setattr(packed.PackedLinear, "__call__", counting)
     return counted
 
 
@@ -167,7 +167,7 @@ def test_without_the_operations_nothing_happens_and_nothing_is_said(missing, rai
     operations = {name: getattr(torch.ops.mkldnn, name) for name in ("_reorder_linear_weight", "_linear_pointwise")}
     del operations[missing]
     monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace(**operations, **({missing: fails} if raises else {})))
-    monkeypatch.setattr(packed, "_verdicts", {})
+    monkeypatch.setattr(packed_linear, "_verdicts", {})
     monkeypatch.setattr(packed.logger, "warning_once", lambda text: pytest.fail(text))
     assert not packed_forwards(tiny_model(), True) and not packed_forwards(tiny_model(), "auto")
 
@@ -192,10 +192,10 @@ def test_a_weight_that_changed_is_packed_anew(change):
 def test_a_packed_weight_that_is_stale_is_noticed(monkeypatch):
     """The mutants: neither addresses and versions nor values are looked at, or no values."""
     stale = packed._stale
-    monkeypatch.setattr(packed, "_sample", lambda weight: torch.zeros(1))
+    monkeypatch.setattr(packed, "_samples", lambda weights: [torch.zeros(1)])
     with pytest.raises(AssertionError):
         test_a_weight_that_changed_is_packed_anew("through data")
-    monkeypatch.setattr(packed, "_stale", lambda found: [] if None not in found.values() else stale(found))
+    monkeypatch.setattr(packed, "_stale", lambda found, of: [] if None not in found.values() else stale(found, of))
     with pytest.raises(AssertionError):
         test_a_weight_that_changed_is_packed_anew("in place")
 
@@ -234,32 +234,32 @@ def test_the_layer_in_an_adapter_and_a_head_that_shares_the_embedding_are_packed
 
 def times(monkeypatch, ours: list[float]):
     """Timings of packed products, beside 1.0 for each of torch's own."""
-    monkeypatch.setattr(packed, "_verdicts", {})
+    monkeypatch.setattr(packed_linear, "_verdicts", {})
     monkeypatch.setattr(packed, "LEAST", 0)
-    seconds, timed = itertools.cycle(ours), packed._timed
+    seconds, timed = itertools.cycle(ours), packed_linear._timed
 
     def told(call, *arguments):
         _, result = timed(call, *arguments)
-        return 1.0 if call is packed.linear else next(seconds), result
+        return 1.0 if call is packed_linear.linear else next(seconds), result
 
-    monkeypatch.setattr(packed, "_timed", told)
+    monkeypatch.setattr(packed_linear, "_timed", told)
 
 
 def test_auto_packs_where_it_is_faster(monkeypatch):
     model = tiny_model()
     times(monkeypatch, [0.96, 0.93, 0.5])
     found = packed_forwards(model, "auto")
-    assert len(found) == LAYERS and {forward.is_faster for forward in found.values()} == {(False, True, True)}
-    assert {forward.fewest for forward in found.values()} == {1}
+    assert len(found) == LAYERS and {forward.packed.is_faster for forward in found.values()} == {(False, True, True)}
+    assert {forward.packed.fewest for forward in found.values()} == {1}
     times(monkeypatch, [1.0, 1.0, 0.99])
     assert not packed_forwards(tiny_model(seed=1), "auto")
     assert len(packed_forwards(tiny_model(seed=1), True)) == LAYERS
 
 
 def test_auto_times_each_kind_of_layer_once_and_no_small_ones(monkeypatch):
-    tried, trial = [], packed._try
-    monkeypatch.setattr(packed, "_try", lambda layer: tried.append(layer.weight.shape) or trial(layer))
-    monkeypatch.setattr(packed, "_verdicts", {})
+    tried, trial = [], packed_linear._try
+    monkeypatch.setattr(packed_linear, "_try", lambda ones, bias: tried.append(ones[0].shape) or trial(ones, bias))
+    monkeypatch.setattr(packed_linear, "_verdicts", {})
     assert not packed_forwards(tiny_model(), "auto") and not tried
     monkeypatch.setattr(packed, "LEAST", 0)
     packed_forwards(tiny_model(), "auto")
@@ -271,8 +271,8 @@ def test_the_layer_computes_itself_for_numbers_of_tokens_for_which_that_is_as_fa
     model = tiny_model()
     times(monkeypatch, [0.96, 0.93, 1.0])
     forward = packed_forwards(model, "auto")[model.lm_head]
-    ours, linear = [], packed.linear
-    monkeypatch.setattr(packed, "linear", lambda states, *others: ours.append(len(states)) or linear(states, *others))
+    ours, linear = [], packed_linear.linear
+    monkeypatch.setattr(packed_linear, "linear", lambda states, *of: ours.append(len(states)) or linear(states, *of))
     with torch.no_grad():
         for tokens in (1, 2, 5, 15, 16, 64):
             forward(torch.randn(tokens, 32))
@@ -285,13 +285,13 @@ def test_few_tokens_are_padded_where_more_take_less_time(monkeypatch, rows):
     times(monkeypatch, [1.0, 0.5, 0.5])
     layer = model.model.layers[0].mlp.up_proj
     forward = packed_forwards(model, "auto")[layer]
-    states, computed, product = torch.randn(*rows, layer.in_features), [], packed._product
-    monkeypatch.setattr(packed, "_product", lambda states, *of: computed.append(len(states)) or product(states, *of))
+    states, sizes, call = torch.randn(*rows, layer.in_features), [], packed_linear._product
+    monkeypatch.setattr(packed_linear, "_product", lambda states, *of: sizes.append(len(states)) or call(states, *of))
     with torch.no_grad():
         found, tokens = forward(states), states[..., 0].numel()
         torch.testing.assert_close(found, layer(states), **EXACT)
     assert found.shape == (*rows, layer.out_features)
-    assert computed == ([5] if 0 < tokens < 5 else computed)
+    assert sizes == ([5] if 0 < tokens < 5 else sizes)
 
 
 GROUPS = {

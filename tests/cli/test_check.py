@@ -4,13 +4,15 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoTokenizer, LlamaConfig, MambaConfig, T5Config
 
 from hf_ssd import SSDConfig
-from hf_ssd.cache import packed
+from hf_ssd.cache import packed, packed_linear
 from hf_ssd.cli import check, doctor, pair
 from hf_ssd.cli.check import colored
 from hf_ssd.cli.main import main
@@ -177,6 +179,53 @@ def test_the_faster_dtype_is_named_where_it_is_faster_for_steps_and_verification
     both = {torch.float32: [1.0, 1.0], torch.bfloat16: [0.5, 2.0]}  # half of the bytes, but no instructions for them
     monkeypatch.setattr(doctor, "seconds_of", lambda shape, _, dtype: both[dtype])
     assert doctor.fastest(model, torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("has_operation, expected", [(True, "float32"), (False, "bfloat16")])
+def test_the_dtype_is_that_of_the_products_of_a_call(has_operation, expected, monkeypatch):
+    """Packed weights win in float32 alone, and without the operation bfloat16 does."""
+    computed, product, linear = [], packed_linear._product, packed_linear.linear
+
+    def noted(kind, call):
+        return lambda states, *others: computed.append((kind, states.dtype)) or call(states, *others)
+
+    def trial(weights, bias):
+        return packed_linear.Verdict((weights[0].dtype == torch.float32,) * 3, 1)
+
+    def seconds(layers, device, states):
+        computed.clear()
+        layers(states)
+        (key,) = {*computed}
+        return {("packed", torch.float32): 1.0, ("plain", torch.float32): 3.0, ("plain", torch.bfloat16): 2.0}[key]
+
+    monkeypatch.setattr(packed_linear, "_product", noted("packed", product))
+    monkeypatch.setattr(nn.functional, "linear", noted("plain", linear))
+    monkeypatch.setattr(packed_linear, "_verdicts", {})
+    monkeypatch.setattr(packed_linear, "_try", trial)
+    monkeypatch.setattr(packed, "LEAST", 0)
+    monkeypatch.setattr(doctor, "time_of", seconds)
+    if not has_operation:
+        monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace())
+    assert doctor.fastest(tiny_model(), torch.device("cpu")) == expected
+
+
+def test_seconds_of_dtypes_are_those_of_equally_many_layers(monkeypatch):
+    """Of smaller weights, more layers are computed, so that they do not fit into the processor's caches."""
+    computed, linear = [], nn.functional.linear
+
+    def two_seconds_each(layers, device, states):
+        computed.clear()
+        layers(states)
+        return 2.0 * len(computed)
+
+    monkeypatch.setattr(nn.functional, "linear", lambda *inputs: computed.append(inputs) or linear(*inputs))
+    monkeypatch.setattr(doctor, "UNCACHED", 2**14)
+    monkeypatch.setattr(doctor, "time_of", two_seconds_each)
+    counts = []
+    for dtype in (torch.float32, torch.bfloat16):
+        assert doctor.seconds_of((64, 32), 28, dtype) == [2.0, 2.0]
+        counts.append(len(computed))
+    assert counts == [3, 5]
 
 
 def test_advice_is_given_where_the_model_has_another_dtype():

@@ -17,6 +17,7 @@ PACKAGE = Path(hf_ssd.__file__).parent
 MOST = 75
 POLLS = ("_let_others_run",)
 OF_EACH_LAYER = ("update", "_reserve", "_view", "_rows_seen", "for_groups", "aligned", "_layer", "_place_and_rows")
+FILES_OF_LAYERS = ("attention", "packed", "packed_linear", "packed_experts")
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def rounds():
         code = frame.f_code
         if event != "call" or not code.co_filename.startswith(str(PACKAGE)) or code.co_name.startswith("<"):
             return
-        if code.co_name in (*POLLS, *OF_EACH_LAYER) or code.co_filename.endswith(("attention.py", "packed.py")):
+        if code.co_name in (*POLLS, *OF_EACH_LAYER) or Path(code.co_filename).stem in FILES_OF_LAYERS:
             return
         if code.co_name == "decide":
             counted.append(Counter())
