@@ -158,6 +158,10 @@ class CallRunner(BaseGenerateManager):
         batch.rows.on_round = totals.add_round
         batch.start()
 
+    def others(self) -> int:
+        """Returns how many rows are decoded beside one of them."""
+        return 0 if self.batch is None else max(0, len(self.batch.rows.live) - 1)
+
     def stop(self) -> None:
         """Lets each call end with its next round."""
         self.are_over = True

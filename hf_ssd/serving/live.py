@@ -51,6 +51,7 @@ class LiveStreamer(RoundStreamer):
         self.tokenizer, self.send, self.speculates = tokenizer._tokenizer, send, speculates
         self.decoder, self.waiting = DecodeStream([], skip_special_tokens=True), []
         self.totals, self.start = Totals(), time.perf_counter()
+        self.others: Callable[[], int] = lambda: 0  # how many answers are written beside this one
 
     def follow(self, ids: torch.LongTensor) -> None:
         """Makes the text go on where these tokens end: some tokenizers drop the space in front of a text."""
@@ -82,7 +83,8 @@ class LiveStreamer(RoundStreamer):
     def _send(self, origins: list[str], **more) -> None:
         seconds = time.perf_counter() - self.start
         texts, self.waiting = self.waiting, []
-        self.send({"tokens": list(zip(texts, origins)), "count": self.totals.tokens, "seconds": seconds, **more})
+        more |= {"count": self.totals.tokens, "seconds": seconds, "others": self.others()}
+        self.send({"tokens": list(zip(texts, origins)), **more})
 
 
 class Live:
@@ -103,6 +105,7 @@ class Live:
             call.loop.call_soon_threadsafe(queue.put_nowait, event)
 
         streamer = LiveStreamer(self.tokenizer, send, request.draft)
+        streamer.others = self.calls.others
         self.calls.submit(self._generate, request, call, streamer, send)
         event = {}
         while not {"end", "error"} & event.keys():
