@@ -9,11 +9,12 @@ import openai
 import pydantic
 import pytest
 import torch
-from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList
+from transformers import AutoTokenizer, LogitsProcessor
 from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS as KNOWN
 
 import hf_ssd
 from hf_ssd.serving import structured
+from hf_ssd.serving.calls import CallRunner
 from hf_ssd.serving.parameters import ChatRequest
 
 from ..helpers.servers import CHAT, PAIR, RESPONSES, ServerThread
@@ -62,6 +63,13 @@ def test_an_answer_follows_its_schema_whole_and_streamed(server, temperature):
     assert figures["tokens_total"] - before["tokens_total"] > figures["rounds_total"] - before["rounds_total"] + 4
 
 
+def test_each_of_several_choices_follows_the_schema(server):
+    answer = server.chat("import os", 150, response_format=FORMAT, temperature=1, seed=4, n=3)
+    assert len({choice.message.content for choice in answer.choices}) > 1
+    for choice in answer.choices:
+        assert valid(choice.message.content)
+
+
 def test_an_answer_is_any_object_and_ends_at_its_limit(server):
     answer = server.chat("import os", 8, response_format={"type": "json_object"}).choices[0]
     assert answer.message.content.startswith("{") and answer.finish_reason == "length"
@@ -104,13 +112,14 @@ EMPTY = {"type": "function", "function": {"name": "g", "parameters": {"const": {
 @pytest.mark.parametrize("tool", [TOOLS[0], EMPTY], ids=["f", "g"])
 def test_the_calls_of_a_strict_tool_follow_its_schema(server, monkeypatch, tool):
     tokens = server.processor("Sure.\n<tool_call>", add_special_tokens=False)["input_ids"]
-    generate = server.loaded_model.generate
+    settings = CallRunner._settings
 
-    def begun(input_ids, logits_processor, **kwargs):
-        processors = LogitsProcessorList([Begins(tokens, input_ids.shape[1]), *logits_processor])
-        return generate(input_ids=input_ids, logits_processor=processors, **kwargs)
+    def begun(self, rows, call, length):
+        found = settings(self, rows, call, length)
+        found["logits_processor"].insert(0, Begins(tokens, length))
+        return found
 
-    monkeypatch.setattr(server.loaded_model, "generate", begun)
+    monkeypatch.setattr(CallRunner, "_settings", begun)
     whole = server.chat("import os", 200, tools=[tool]).choices[0].message
     call, function = whole.tool_calls[0].function, tool["function"]
     assert call.name == function["name"]
