@@ -13,6 +13,7 @@ how much the server's memory has grown.
 
 import argparse
 import asyncio
+import json
 import random
 import re
 import signal
@@ -23,8 +24,6 @@ import time
 import urllib.error
 import urllib.request
 
-import openai
-import psutil
 from tqdm.auto import tqdm
 
 PROMPTS = (
@@ -42,6 +41,8 @@ class Load:
     """What clients have seen of a server."""
 
     def __init__(self, args: argparse.Namespace, url: str, model: str):
+        import openai  # of the extra `clients`
+
         self.args, self.url, self.model = args, url, model
         self.client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=REQUEST_TIMEOUT, max_retries=0)
         self.alone: dict[str, str] = {}
@@ -132,11 +133,14 @@ def in_words(values: list[float]) -> str:
     return f"{statistics.median(values):.3f} ({statistics.quantiles(values, n=20)[-1]:.3f})"
 
 
-def kill_drafts(server: psutil.Process) -> None:
+def kill_drafts(pid: int) -> None:
     """Kills the server's draft workers."""
-    for child in server.children(recursive=True):
-        if "hf_ssd.distributed.worker" in " ".join(child.cmdline()):
-            child.kill()
+    subprocess.run(["pkill", "-KILL", "-P", str(pid), "-f", "hf_ssd.distributed.worker"], check=False)
+
+
+def memory_of(pid: int) -> int:
+    """Returns the kilobytes of memory that a process has."""
+    return int(subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True).stdout)
 
 
 def serve(args: argparse.Namespace) -> tuple[subprocess.Popen, str, str]:
@@ -149,7 +153,8 @@ def serve(args: argparse.Namespace) -> tuple[subprocess.Popen, str, str]:
         if found := re.search(r"http://\S+", line):
             url = found[0]
         if "shows a page" in line:
-            return process, url, openai.OpenAI(base_url=f"{url}/v1", api_key="none").models.list().data[0].id
+            with urllib.request.urlopen(f"{url}/v1/models", timeout=REQUEST_TIMEOUT) as answer:
+                return process, url, json.load(answer)["data"][0]["id"]
         if time.monotonic() > deadline:
             break
     process.kill()
@@ -173,15 +178,14 @@ def main() -> None:
     if not args.url and not args.target:
         parser.error("name a target to serve, or the --url of a server")
     process, url, model = (None, args.url, args.model) if args.url else serve(args)
-    server = None if process is None else psutil.Process(process.pid)
     load, rows = Load(args, url, model), []
 
     async def everything() -> None:
         await load.learn()
         for clients in tqdm(args.clients, desc="numbers of clients"):
-            before = server.memory_info().rss if server else 0
-            row = await load.run(clients, lambda: kill_drafts(server))
-            row["memory, MB"] = f"{(server.memory_info().rss - before) / 1e6:+.0f}" if server else "-"
+            before = memory_of(process.pid) if process else 0
+            row = await load.run(clients, lambda: kill_drafts(process.pid))
+            row["memory, MB"] = f"{(memory_of(process.pid) - before) / 1024:+.0f}" if process else "-"
             rows.append(row)
 
     try:

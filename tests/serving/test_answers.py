@@ -64,9 +64,10 @@ def says(server, monkeypatch):
 
         real = type(server.loaded_model).generate
 
-        def generate(inputs, **options):
+        def generate(inputs, logits_processor, **options):
             forced = Forced([*tokens, server.processor.eos_token_id], inputs.shape[1])
-            return real(server.loaded_model, inputs, **options, logits_processor=LogitsProcessorList([forced]))
+            processors = LogitsProcessorList([*logits_processor, forced])
+            return real(server.loaded_model, inputs, **options, logits_processor=processors)
 
         monkeypatch.setattr(server.loaded_model, "generate", generate)
         return tokens
