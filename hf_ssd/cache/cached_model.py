@@ -140,7 +140,7 @@ class CachedModel:
         self.extend(tokens, [length], torch.zeros(1, dtype=torch.long, device=self.device))
 
     def take_row(self, row: int, other: "CachedModel", length: int) -> None:
-        """Takes the only row of another one, which has read `length` tokens, as a row that was left out."""
+        """Takes the only row of another model, which has read `length` tokens, as a row that was left out."""
         self.cache.take_row(row, other.cache)
 
     def finish(self, output: torch.LongTensor, fed: list[int], columns_before: int) -> None:

@@ -102,7 +102,7 @@ class Drafter(ABC):
         if options is not None:
             place = self.vocab_size, self.sampler.num_workers, row
             sampler = self._sampler(options, self.prefix.lengths[row], seed, *place)
-            self.samplers[row] = sampler if sampler.noise or sampler.processors else self.sampler  # all greedy ones
+            self.samplers[row] = sampler if sampler.noise or sampler.processors else self.sampler  # for greedy decoding
             self.forget_speculation()
 
     @abstractmethod

@@ -90,8 +90,8 @@ class VerifiedPrefix:
 
     def read(self, row: int, start: int, tokens: list[int], is_all: bool) -> None:
         """
-        Reads the next tokens of a row that joins in the place of one that is left out. With `is_all` it then takes part
-        in the passes.
+        Reads the next tokens of a row that joins, in a place that is left out. With `is_all` the row then takes part in
+        the passes.
         """
         if start == 0:
             self.joining[row], self.lengths[row], self.columns[row] = JoiningRow(self.decoder), 0, 0

@@ -1,4 +1,4 @@
-"""The rows of one generate() call, or of one request of a running batch: how they are decided, kept and streamed."""
+"""The rows of a generate() call, or of a request of a running batch: how they are decided, kept and streamed."""
 
 from collections.abc import Callable
 

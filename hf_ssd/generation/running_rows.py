@@ -304,7 +304,7 @@ class Cancelled(RuntimeError):
 
 
 def of_row(record: RoundRecord | None, row: int) -> RoundRecord:
-    """Returns the part of a round's record that is of one row."""
+    """Returns the part of a round's record that is about a row."""
     if record is None:
         return RoundRecord()
     lists = ("sources", "ranks", "lengths", "early_alone", "early_beside", "accepted")

@@ -52,7 +52,7 @@ class Call:
     has_begun: bool = False  # whether a token of its answer was generated
     error: Exception | None = None  # raised by its generation
     choices: list[Choice] = field(default_factory=list)  # of the answer to the prompt
-    rows: list[Row] = field(default_factory=list)  # of `generate()`: one for each choice, or one for all
+    rows: list[Row] = field(default_factory=list)  # of `generate()`: for each choice, or for all
     of_prompt: list[Entry] = field(default_factory=list)  # its log-probabilities
     generation: Future = field(default_factory=Future)  # of the prompt's answer
     tokens: int = 0  # generated so far
@@ -159,7 +159,7 @@ class CallRunner(BaseGenerateManager):
         batch.start()
 
     def others(self) -> int:
-        """Returns how many rows are decoded beside one of them."""
+        """Returns how many rows are decoded beside a row."""
         return 0 if self.batch is None else max(0, len(self.batch.rows.live) - 1)
 
     def stop(self) -> None:

@@ -51,7 +51,7 @@ class LiveStreamer(RoundStreamer):
         self.tokenizer, self.send, self.speculates = tokenizer._tokenizer, send, speculates
         self.decoder, self.waiting = DecodeStream([], skip_special_tokens=True), []
         self.totals, self.start = Totals(), time.perf_counter()
-        self.others: Callable[[], int] = lambda: 0  # how many answers are written beside this one
+        self.others: Callable[[], int] = lambda: 0  # how many answers are written beside it
 
     def follow(self, ids: torch.LongTensor) -> None:
         """Makes the text go on where these tokens end: some tokenizers drop the space in front of a text."""
