@@ -21,6 +21,7 @@ from hf_ssd.generation import running_rows
 from hf_ssd.generation.continuous import BatchIsFull
 from hf_ssd.rounds import AHEAD, IN_TURN, PLAIN
 
+from ..helpers import vocabularies
 from ..helpers.families import HYBRIDS, sharp_model, tiny_config
 from ..helpers.tiny import FAMILIES, VOCAB, tiny_draft, tiny_model
 
@@ -399,3 +400,41 @@ def test_the_seed_of_a_request_is_that_of_torch(target, draft):
         texts = [manager.generate(**one, seed=seed) for seed in (5, 5, 6)]
     assert torch.equal(texts[0], alone(5, one)) and torch.equal(texts[0], texts[1])
     assert not torch.equal(texts[0], texts[2])
+
+
+class Last:
+    """A fallback of the user's own: the last token again."""
+
+    def propose(self, input_ids, lookahead):
+        return input_ids[0, -1:].repeat(lookahead), None
+
+
+KINDS = {  # the draft in a worker, settings, and what the batch gets besides
+    "several drafts": (lambda: hf_ssd.launch_draft(tiny_draft(), devices=["cpu", "cpu"], num_threads=1), {}, {}),
+    "parallel": (lambda: hf_ssd.launch_draft(tiny_draft(pard_token=5), num_threads=1), {"drafter": "parallel"}, {}),
+    "n-grams after a miss": (lambda: hf_ssd.launch_draft(tiny_draft(), num_threads=1), {"fallback": "ngram"}, {}),
+    "an object after a miss": (lambda: hf_ssd.launch_draft(tiny_draft(), num_threads=1), {"fallback": Last()}, {}),
+    "another tokenizer": (
+        lambda: hf_ssd.launch_draft(vocabularies.renamed_draft(), num_threads=1),
+        {},
+        {
+            "tokenizer": vocabularies.tokenizer(vocabularies.TARGET),
+            "assistant_tokenizer": vocabularies.tokenizer(vocabularies.DRAFT),
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_every_kind_of_draft_join(kind, target):
+    launched, more, tokenizers = KINDS[kind]
+    config, requests = SSDConfig(**MODES[AHEAD], **more), greedy(tokens=(40, 30, 30, 30, 30))
+    expected = [plainly(target)(0, one) for one in requests]
+    with launched() as assistant, hf_ssd.continuous_batching(target, assistant, config, 3, **tokenizers) as manager:
+        ids = [manager.add_request(**one) for one in requests]
+        found = [manager.requests[one][0] for one in ids]
+        assert [output.error for output in all_results(manager, ids)] == [None] * 5
+        assert all(torch.equal(one.output, other) for one, other in zip(found, expected))
+        assert manager.rows.draft.failure is None
+    records = [record for one in found for record in one.rows.stats.records]
+    assert sum(sum(record.hits) for record in records) > 3 and {record.mode for record in records} == {AHEAD}
