@@ -65,6 +65,7 @@ class Request:
             self.error = error
         except Exception as raised:  # by the streamer
             self.error = raised
+        self.target = self.reader = None  # whose cache is free at once, not when Python collects cycles
         self.has_ended.set()
         with contextlib.suppress(Exception):
             self.on_change(self)
