@@ -65,7 +65,8 @@ class Request:
             self.error = error
         except Exception as raised:  # by the streamer
             self.error = raised
-        self.target = self.reader = None  # whose cache is free at once, not when Python collects cycles
+        # Nothing of it waits until Python collects cycles, least of all the target's cache.
+        self.target = self.reader = self.rows.verify_alone = None
         self.has_ended.set()
         with contextlib.suppress(Exception):
             self.on_change(self)
