@@ -88,7 +88,7 @@ class LiveStreamer(RoundStreamer):
 
 
 class Live:
-    """Answers the page. Its calls take turns with the calls of the other addresses."""
+    """Answers the page, with calls as those of the other addresses."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, calls: CallRunner):
         self.model, self.tokenizer, self.calls = model, tokenizer, calls
