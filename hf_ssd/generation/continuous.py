@@ -177,8 +177,6 @@ class ContinuousBatching:
             if streaming or request.has_ended.is_set():
                 outputs.put(output_of(request_id, request, created))
 
-        generator = None if seed is None else torch.Generator().manual_seed(seed)
-        seed = int(torch.randint(2**31, (), generator=generator))  # what a call draws
         self.requests[request_id] = self._prepared(input_ids, changed, seed, **kwargs), outputs
         self.rows.waiting.append(self.requests[request_id][0])
         self.wake.set()
@@ -249,7 +247,7 @@ class ContinuousBatching:
 
     # ---------------------------------------------------------------- a request
 
-    def _prepared(self, input_ids, changed, seed: int, streamer=None, **kwargs) -> Request:
+    def _prepared(self, input_ids, changed, seed: int | None, streamer=None, **kwargs) -> Request:
         """Returns the request as transformers' own `generate()` prepares it."""
         ids = torch.as_tensor(input_ids, device=self.device)
         ids = ids[None] if ids.dim() == 1 else ids
@@ -266,7 +264,7 @@ class ContinuousBatching:
         stopping_criteria,
         generation_config: GenerationConfig,
         changed=None,
-        seed: int = 0,
+        seed: int | None = None,
         of_the_user=None,
         **model_kwargs,
     ) -> Request:
@@ -276,6 +274,8 @@ class ContinuousBatching:
         check_row(model, input_ids, settings, model_kwargs)
         prompt = prompts_without_padding(input_ids, model_kwargs.get("attention_mask"))[0].tolist()
         padding = input_ids.shape[1] - len(prompt)
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        seed = int(torch.randint(2**31, (), generator=generator)) if settings.do_sample else 0  # as in a call
         options = copy.copy(generation_config)
         options.max_length = settings.max_length
         rows = functools.partial(
