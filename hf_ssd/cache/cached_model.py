@@ -133,7 +133,10 @@ class CachedModel:
 
     def of_one_row(self) -> "CachedModel":
         """Returns the same model with an empty cache, to read the text of a row that is to join these rows."""
-        return CachedModel(self.model, RaggedCache(), column_limit=self.column_limit, view=self.view)
+        return CachedModel(self.model, RaggedCache(), **self._of_one_row())
+
+    def _of_one_row(self) -> dict:
+        return {"column_limit": self.column_limit, "view": self.view, "hidden_states": self.hidden_states}
 
     def read(self, tokens: torch.LongTensor, length: int) -> None:
         """Feeds the next tokens `(1, count)` of the only row after its first `length` columns."""

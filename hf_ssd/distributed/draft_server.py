@@ -3,7 +3,7 @@
 import traceback
 
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from ..drafting.draft_info import DraftInfo
 from ..drafting.drafts import Drafts
@@ -72,10 +72,8 @@ class DraftServer:
         own = self.model.config.get_text_config(decoder=True).vocab_size
         request = SessionRequest.from_dict(message.payload, self.translation, own)
         self.cores.begin_call(request.has_half)  # the target reads the prompts too
-        self.translation, rows = request.translation or self.translation, len(request.prompts)
-        longest = request.generation_config.max_length or 0
-        features = rows * longest * DraftInfo.of(self.model.config).target_width
-        self.channel.make_room(rows, request.vocab_size, features)
+        self.translation = request.translation or self.translation
+        self._make_room(len(request.prompts), request.vocab_size, request.generation_config)
         self.session, self.round = message.session, -1
         if request.weights_version != self.weights_version:
             self._take_new_weights(request.weights_version)
@@ -83,6 +81,11 @@ class DraftServer:
         self.prefix = self.speculator.drafter.prefix
         self.speculator.begin()
         self._prepare(request.plan)
+
+    def _make_room(self, rows: int, vocab_size: int, options: GenerationConfig) -> None:
+        """Allows the largest messages of rows with these options: distributions, and features of all tokens."""
+        features = rows * (options.max_length or 0) * DraftInfo.of(self.model.config).target_width
+        self.channel.make_room(rows, vocab_size, features)
 
     def _take_new_weights(self, version: int) -> None:
         """Drops the keys and values of the previous weights, and copies the new weights to an accelerator."""
@@ -103,6 +106,8 @@ class DraftServer:
         rows, vocab_size = len(self.speculator.finished), self.speculator.drafter.vocab_size
         row, start, tokens, settings, seed = wire.read_join(message.payload, rows, vocab_size)
         options = None if settings is None else read_options(settings)
+        if options is not None:
+            self._make_room(rows, vocab_size, options)
         self.speculator.join(row, start, tokens, options, seed)
         self.channel.expect()
 

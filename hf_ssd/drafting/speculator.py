@@ -31,7 +31,7 @@ from ..rounds import (
 )
 from .cache_shapes import CANDIDATES, CacheShape
 from .drafter import Drafter
-from .outcome_candidates import OutcomeCandidates
+from .outcome_candidates import UNUSED, OutcomeCandidates
 from .speculation_cache import SpeculationCache
 
 BETWEEN_LOOKS = 2e-5  # seconds
@@ -127,7 +127,9 @@ class Speculator:
         self.candidates = self.drafter.candidates(from_fallback, max(budget, CANDIDATES))
         fan_outs = self.shape.fan_outs(self.candidates, budget)
         fewest = self.drafter.prefix.decoder.fewest_tokens
-        return self.candidates.outcomes(fan_outs, self.worker_index, self.num_workers, fewest)
+        accepted, bonus = self.candidates.outcomes(fan_outs, self.worker_index, self.num_workers, fewest)
+        rows = self.drafter.prefix.rows  # others are finished, or will be read once features of their texts have come
+        return [of_row if row in rows else [UNUSED] * len(of_row) for row, of_row in enumerate(accepted)], bonus
 
     def _budget(self, plan: Plan) -> int:
         """Returns the outcomes of each row to prepare: those of the plan, if there is memory for their states."""

@@ -96,7 +96,7 @@ class VerifiedPrefix:
         if start == 0:
             self.joining[row], self.lengths[row], self.columns[row] = JoiningRow(self.decoder), 0, 0
             self.fed[row] = 0
-        new, reader = from_host(tokens, self.device), self.joining[row]
+        new = from_host(tokens, self.device)
         for store, text, end in (
             (self.ids, new, self.lengths),
             (self.inputs, self.vocabulary.encode(new), self.columns),
@@ -106,12 +106,20 @@ class VerifiedPrefix:
             end[row] += len(text)
         if is_all and not self.columns[row]:
             self.columns[row] = 1  # the draft has no tokens for this text; it gets some token
-        unread = self.inputs.values[row, reader.length : self.columns[row]]
-        reader.read(unread[:-1] if is_all else unread)
+        self._read(row, is_all)
+
+    def _read(self, row: int, is_all: bool) -> None:
+        """Reads the next columns of a row that joins, all but the last one if the row then takes part in the passes."""
+        reader = self.joining[row]
+        reader.read(self._inputs_of(row, slice(reader.length, self.columns[row] - is_all)))
         if is_all:
             reader.join(row)
             del self.joining[row]
             self.fed[row] = reader.length
+
+    def _inputs_of(self, row: int, columns: slice) -> torch.Tensor:
+        """Returns the model's inputs in some columns of a row."""
+        return self.inputs.values[row, columns]
 
     def _free(self, rows: list[int]) -> None:
         """Forgets the texts of rows that are left out, so that passes need not make room for them."""

@@ -119,7 +119,7 @@ class FaultTolerantDraft:
     def join(self, row: int, tokens: list[int], options: GenerationConfig | None, seed: int) -> None:
         """Takes in the next tokens of the prompt of a row. It takes part from the round on that its `options` come."""
         if row not in self.joined:
-            self.texts[row], self.told[row] = [], 0
+            self.texts[row], self.told[row], self.read[row] = [], 0, 0
             self.seated.discard(row)
         self.texts[row] += tokens
         self.joined[row] = options, seed
@@ -136,7 +136,10 @@ class FaultTolerantDraft:
         for row in self.joined.keys() - self.seated:
             options, seed = self.joined[row]
             start, self.told[row] = self.told[row], len(self.texts[row])
-            self._attempt(self.session.join, row, start, self.texts[row][start:], options, seed)
+            new = row, start, self.texts[row][start:], options, seed
+            self._attempt(self.session.join, *new)
+            for proposer in self.proposers.fallbacks.values():
+                proposer.join(*new)
             if options is not None:
                 self.seated.add(row)
             if self.session is None:

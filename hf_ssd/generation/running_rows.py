@@ -241,8 +241,7 @@ class RunningRows:
                 request.reader.read(torch.tensor(request.prompt[request.read : end - is_all], dtype=torch.long))
                 request.read = end
                 if is_all:
-                    request.reader.join(row)
-                    target.columns_before_ids[row] = -request.padding
+                    target.take_row(row, request.reader, request.padding)
                     self.live[row] = self.reading.pop(row)
                     request.reader = None
             except Exception as error:
