@@ -137,15 +137,12 @@ class Recorder(hf_ssd.DraftAssistant, CacheShape):
         self.draft, self.cores, self.info, self.rounds = draft, None, DraftInfo.of(draft.config), []
         self.ranks, self.process, self.workers = TargetRanks(), os.getpid(), [None]
         self.path = self.weights = None
-        self.closed, self.turn = False, {}
+        self.closed = False
 
-    def begin_call(self, turn, timeout, patience):
+    def begin_call(self, patience):
         pass
 
-    def end_call(self, turn):
-        pass
-
-    def open_session(self, turn, request, device):
+    def open_session(self, request, device):
         session = LocalSession(self.draft, request())
         session.speculator.shape = self
         return session

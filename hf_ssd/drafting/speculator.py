@@ -8,7 +8,7 @@ these outcomes. When the real outcome arrives, it is looked up among them, and m
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import torch
 from transformers import GenerationConfig
@@ -84,13 +84,26 @@ class Speculator:
 
     # ---------------------------------------------------------------- ahead of time
 
-    def prepare(self, plan: Plan, outcome_arrived: Callable[[], bool] = lambda: False) -> None:
-        """Drafts the next speculation for the likely outcomes of the current one, until the outcome arrives."""
+    def prepare(self, plan: Plan) -> None:
+        """Drafts the next speculation for the likely outcomes of the current one."""
+        for _ in self.passes(plan):
+            pass
+
+    def stop(self, passes: Iterator[None]) -> None:
+        """Ends a preparation before its last pass, because its outcome has come."""
+        if self.drafter.reads_target:  # where a branch is cut must not depend on time if it would go on in another way
+            for _ in passes:
+                pass
+        passes.close()
+
+    def passes(self, plan: Plan) -> Iterator[None]:
+        """As [`~Speculator.prepare`]. Yields when it has chosen the outcomes, and after each pass of their branches."""
         start, self.plan, self.preparing = time.perf_counter(), plan, RoundRecord()
         self.catch_up()
         self._read_joining()
         # The shape has learned from all rounds but the last at each choice, whether there was time to spare or not.
         self._learn(keep=1)
+        growing = iter(())
         if plan.budget and self.drafter.prefix.rows:
             # 1. Choose the outcomes.
             accepted, bonus = self._choose(plan)
@@ -98,19 +111,20 @@ class Speculator:
             self.preparing.prepared_at, self.preparing.choose_seconds = start, since(start)
             self.preparing.budget = self._budget(plan)
 
-            # 2. Grow all branches together, pass by pass.
-            start, growing = time.perf_counter(), self.drafter.grow(accepted, bonus, plan)
-            # Where a branch is cut must not depend on time if it would go on in another way.
-            is_cut = (lambda: False) if self.drafter.reads_target else outcome_arrived
-            while not is_cut() and (grown := next(growing, ())) != ():
-                if grown is None:
-                    time.sleep(BETWEEN_LOOKS)
-                    continue
+            growing = self.drafter.grow(accepted, bonus, plan)
+
+        # 2. Grow all branches together, pass by pass.
+        start = time.perf_counter()
+        yield
+        for grown in growing:
+            if grown is None:
+                time.sleep(BETWEEN_LOOKS)
+            else:
                 self.prepared.append(*grown)
                 self.preparing.passes += 1
             self.preparing.grow_seconds = since(start)
-        if not outcome_arrived():
-            self._learn()
+            yield
+        self._learn()
 
     def _read_joining(self) -> None:
         for row, start, tokens, options, seed in self.joining:
