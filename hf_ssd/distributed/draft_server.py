@@ -5,6 +5,7 @@ import traceback
 import torch
 from transformers import PreTrainedModel
 
+from ..cache.kept_prefixes import KeptPrefixes
 from ..drafting.draft_info import DraftInfo
 from ..drafting.drafts import Drafts
 from ..drafting.speculator import Speculator
@@ -30,6 +31,7 @@ class DraftServer:
         self.channel, self.model, self.drafts = channel, model, Drafts()
         self.cores = cores or DraftCores()
         self.prefix: VerifiedPrefix | None = None  # of the last call, which the next call may continue
+        self.kept = KeptPrefixes()  # of rows of running batches
         self.weights, self.weights_version = weights, 0 if weights is None else weights["version"]
         self.speculator: Speculator | None = None  # of the call, if there is one
         self.translation: Translation | None = None  # for calls whose tokenizers differ
@@ -79,6 +81,7 @@ class DraftServer:
         self.session, self.round = message.session, -1
         if request.weights_version != self.weights_version:
             self._take_new_weights(request.weights_version)
+        request.kept = self.kept
         self.speculator = self.drafts.speculator(self.model, request, self.prefix)
         self.prefix = self.speculator.drafter.prefix
         self.speculator.begin()
@@ -87,6 +90,7 @@ class DraftServer:
     def _take_new_weights(self, version: int) -> None:
         """Drops the keys and values of the previous weights, and copies the new weights to an accelerator."""
         self.prefix, self.weights_version = None, version
+        self.kept.close()
         if self.weights is not None and self.model.device.type != "cpu":  # a CPU model uses the shared memory itself
             copy_shared_weights(self.model, self.weights)
 

@@ -1,6 +1,6 @@
 """The verified tokens of each row, which all branches share, and their place in the draft's cache."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from transformers import PreTrainedModel
@@ -9,6 +9,7 @@ from .. import devices
 from ..cache.branches import Branches, extend_with_branches
 from ..cache.cached_model import CachedModel
 from ..cache.joining import JoiningRow
+from ..cache.kept_prefixes import WORTH_KEEPING, KeptPrefixes
 from ..cache.passes import cached_model
 from ..cache.ragged import RaggedCache
 from ..cache.row_store import RowStore
@@ -16,8 +17,6 @@ from ..cache.support import last_position_limit
 from ..devices import from_host
 from ..rounds import padded
 from .vocabulary import Vocabulary
-
-WORTH_KEEPING = 64  # tokens that each row must share with the previous call before its cache is used again
 
 
 class VerifiedPrefix:
@@ -62,6 +61,7 @@ class VerifiedPrefix:
         self.decoder = self._decoder(model, continues, column_limit=column_limit, **options)
         self.joining: dict[int, JoiningRow] = {}  # rows whose text is being read
         self.rows_join = not any(self.lengths)
+        self.kept = KeptPrefixes()
         if self.rows_join:
             self.decoder.cache.have_free_rows(len(prompts))
             self._free(list(range(len(prompts))))
@@ -94,9 +94,8 @@ class VerifiedPrefix:
         the passes.
         """
         if start == 0:
-            self.joining[row], self.lengths[row], self.columns[row] = JoiningRow(self.decoder), 0, 0
-            self.fed[row] = 0
-        new, reader = from_host(tokens, self.device), self.joining[row]
+            self.fed[row] = self.lengths[row] = self.columns[row] = 0
+        new = from_host(tokens, self.device)
         for store, text, end in (
             (self.ids, new, self.lengths),
             (self.inputs, self.vocabulary.encode(new), self.columns),
@@ -106,12 +105,26 @@ class VerifiedPrefix:
             end[row] += len(text)
         if is_all and not self.columns[row]:
             self.columns[row] = 1  # the draft has no tokens for this text; it gets some token
-        unread = self.inputs.values[row, reader.length : self.columns[row]]
-        reader.read(unread[:-1] if is_all else unread)
+        text = self.inputs.values[row, : self.columns[row] - is_all]
+        if start == 0:
+            rows = range(len(self.fed)) if self.kept.most else ()
+            live = {other: self._fed(other)[: len(text)].tolist() for other in rows if self.fed[other]}
+            self.joining[row] = self.kept.reader(text.tolist(), self.decoder, live)
+        reader = self.joining[row]
+        reader.read(text[reader.length :])
         if is_all:
             reader.join(row)
             del self.joining[row]
             self.fed[row] = reader.length
+
+    def _fed(self, row: int) -> torch.LongTensor:
+        """Returns the verified tokens of a row whose columns are in the cache."""
+        return self.inputs.values[row, : min(self.fed[row], self.columns[row])]
+
+    def keep(self, rows: Iterable[int]) -> None:
+        """Keeps the texts of rows that have ended, in a running batch."""
+        for row in rows if self.kept.most else ():
+            self.kept.add(self._fed(row).tolist(), self.decoder, row)
 
     def _free(self, rows: list[int]) -> None:
         """Forgets the texts of rows that are left out, so that passes need not make room for them."""
@@ -154,7 +167,9 @@ class VerifiedPrefix:
         self.fed = [min(fed, n + max(0, k)) for fed, n, k in zip(self.fed, self.columns, kept)]
         self._take_in(list(map(len, tokens)))
         if self.rows_join:
-            self._free([row for row, new in enumerate(tokens) if not new and row not in self.joining])
+            ended = [row for row, new in enumerate(tokens) if not new and row not in self.joining]
+            self.keep(ended)
+            self._free(ended)
 
     def read_target(self, states: torch.Tensor | Callable[[int, int], torch.Tensor] | None) -> None:
         """Takes in the `states` of an outcome, after [`~VerifiedPrefix.grow`]. Only heads do."""

@@ -9,7 +9,7 @@ from ..cache.cached_model import CachedModel, view_for_passes
 from ..cache.compiled import uncompiled
 from ..cache.hidden_states import HiddenStates, hooked_modules
 from ..cache.passes import cached_model
-from ..cache.recurrent import ragged_copy
+from ..cache.recurrent_cache import ragged_copy
 from ..cache.row_store import RowStore
 from ..cache.support import last_position_limit
 from ..config import SSDConfig
