@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -195,3 +195,11 @@ def padded(tokens: list[list[int]], width: int) -> list[list[int]]:
 def since(start: float) -> float:
     """Returns the seconds since `start`, a value of `time.perf_counter()`."""
     return time.perf_counter() - start
+
+
+def of_row(record: RoundRecord | None, row: int) -> RoundRecord:
+    """Returns the part of a round's record that is about a row."""
+    if record is None:
+        return RoundRecord()
+    lists = ("sources", "ranks", "lengths", "early_alone", "early_beside", "accepted")
+    return replace(record, **{name: getattr(record, name)[row : row + 1] for name in lists})

@@ -1,13 +1,15 @@
 """Hooks, forwards and adapters that were attached to a model's modules, and on which its forward passes depend."""
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel
 
+SAMPLES = 4  # least number of values of each tensor that are compared
 READ_ONLY = ("transformers.", "hf_ssd.")  # packages whose hooks capture outputs and change nothing
 LIBRARIES = ("torch", "transformers", "hf_ssd", "accelerate")  # packages whose modules compute tokens independently
 
@@ -57,6 +59,20 @@ def attached_to(model: PreTrainedModel) -> Attached:
         waiting += own["_modules"].values()
     found.kinds = {kind: weakref.ref(kind.forward) for kind in map(type, seen)}
     return found
+
+
+def values_of(tensors: Iterable[torch.Tensor]) -> tuple:
+    """Returns marks that change when the tensors' values change."""
+    marks, some = [], {}
+    for tensor in tensors:
+        is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_meta  # others may have no storage
+        version = None if tensor.is_inference() else tensor._version
+        marks.append((tensor.data_ptr() if is_plain else id(tensor), version))
+        if is_plain and tensor.is_contiguous() and tensor.numel():
+            # Changes through `.data` or numpy leave addresses and versions as they are.
+            few = tensor.detach().view(-1)[:: max(1, tensor.numel() // SAMPLES)]
+            some.setdefault((tensor.device, tensor.dtype), []).append(few)
+    return marks, [torch.cat(of_kind).view(torch.uint8).tolist() for of_kind in some.values()]
 
 
 def hooks_of(module: nn.Module) -> Iterator[tuple[int, Callable]]:

@@ -138,6 +138,18 @@ class CachedModel:
     def _of_one_row(self) -> dict:
         return {"column_limit": self.column_limit, "view": self.view, "hidden_states": self.hidden_states}
 
+    def reusable(self, row: int, count: int) -> int:
+        """Returns how many of a row's first `count` columns, which are in the cache, another row may begin with."""
+        return count
+
+    def of_row(self, row: int, count: int) -> RaggedCache:
+        """Returns a cache of one row with the first `count` columns of a row, a number that is `reusable`."""
+        return self.cache.of_row(row, count)
+
+    def begin_with(self, cache: RaggedCache, tokens: torch.LongTensor) -> None:
+        """Lets the only row begin with the columns of another cache, which has read these `tokens` `(count,)`."""
+        self.cache = cache
+
     def read(self, tokens: torch.LongTensor, length: int) -> None:
         """Feeds the next tokens `(1, count)` of the only row after its first `length` columns."""
         self.extend(tokens, [length], torch.zeros(1, dtype=torch.long, device=self.device))

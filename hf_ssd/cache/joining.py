@@ -3,6 +3,7 @@
 import torch
 
 from .cached_model import CachedModel
+from .ragged import RaggedCache
 
 
 class JoiningRow:
@@ -11,6 +12,11 @@ class JoiningRow:
     def __init__(self, decoder: CachedModel):
         self.decoder, self.length, self.alone = decoder, 0, decoder.of_one_row()
         self.features: list[torch.Tensor] = []  # `(tokens, width)` of the tokens read, if the decoder keeps features
+
+    def begin_with(self, cache: RaggedCache, tokens: list[int]) -> None:
+        """Takes a cache of one row, which has read these first tokens of the text."""
+        self.length = len(tokens)
+        self.alone.begin_with(cache, torch.tensor(tokens, device=self.decoder.device))
 
     def read(self, tokens: torch.LongTensor) -> None:
         """Reads the next tokens `(count,)` of the text."""

@@ -10,7 +10,8 @@ from .cached_model import CachedModel
 from .compiled import FEWEST_TOKENS, call_compiled, is_compiled, why_not_compiled
 from .graphs import CapturedPass, Graphs, are_wanted, power_of_two, rounded, static_copy, why_not_captured
 from .ragged import RaggedCache
-from .recurrent import RecurrentCache, RecurrentModel
+from .recurrent import RecurrentModel
+from .recurrent_cache import RecurrentCache
 from .row_store import RowStore
 from .support import are_close, is_flash_attention
 

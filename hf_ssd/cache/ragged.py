@@ -1,5 +1,7 @@
 """A DynamicCache whose rows advance by different amounts, in storage that is allocated ahead."""
 
+import copy
+
 import torch
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
@@ -90,6 +92,18 @@ class RaggedLayer(DynamicLayer):
             storage[place] = 0
             storage[place, :, : theirs.width] = states[0, :, : theirs.width]
 
+    def of_row(self, place: int, width: int) -> "RaggedLayer":
+        """Returns a layer of one row, with copies of the first `width` columns of the row that stands at `place`."""
+        copied = copy.copy(self)
+        copied.count = copied.window = None
+        if self.indexer is not None:
+            copied.indexer = self.indexer.of_row(place, width)
+        if self.is_initialized:
+            row = slice(place, place + 1)
+            copied.keys, copied.values = (storage[row, :, :width].clone() for storage in (self.keys, self.values))
+            copied.width = width
+        return copied
+
     def move_rows(self, places: list[int], rows: list[int]) -> None:
         """Copies the rows that stand at the places `rows` to the places `places`."""
         places, rows = from_host(places, self.device), from_host(rows, self.device)
@@ -125,6 +139,7 @@ class RaggedCache(DynamicCache):
     """
 
     count: int | None = None  # rows that may join; by default the rows are those of the first pass
+    can_be_cut = True  # whether the first columns of a row serve without the others
 
     def __init__(self, theirs: Cache | None = None):
         Cache.__init__(self, layers=[])
@@ -183,9 +198,16 @@ class RaggedCache(DynamicCache):
 
     @property
     def bytes_of_a_column(self) -> int:
-        """The size of a column, of all rows together."""
+        """The size of a column of a row."""
         layers = [layer for layer in self.ragged if layer.is_initialized]
-        return sum(one[:, :, 0].nbytes for layer in layers for one in (layer.keys, layer.values))
+        sizes = ((one.shape[1] * one.shape[3] * one.itemsize) for layer in layers for one in (layer.keys, layer.values))
+        return sum(sizes)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all columns of all rows."""
+        layers = [layer for layer in self.ragged if layer.is_initialized]
+        return sum(one.nbytes for layer in layers for one in (layer.keys, layer.values))
 
     @property
     def capacity(self) -> int:
@@ -211,6 +233,16 @@ class RaggedCache(DynamicCache):
             if isinstance(layer, RaggedLayer):
                 self._layer(index).take_row(self.rows.index(row), layer)
         self._reopen()
+
+    def of_row(self, row: int, width: int) -> "RaggedCache":
+        """Returns a cache of one row, with copies of the first `width` columns of a row."""
+        place = row if self.rows is None else (self.rows + self.left_out).index(row)
+        copied = copy.copy(self)
+        copied.rows, copied.left_out, copied.count, copied.window, copied.placement = None, [], None, None, None
+        copied.layers = [
+            layer.of_row(place, width) if isinstance(layer, RaggedLayer) else copy.copy(layer) for layer in self.layers
+        ]
+        return copied
 
     def _arrange(self, before: list[int], order: list[int]) -> None:
         """Moves rows from the order `before` into the order `order`."""

@@ -14,7 +14,8 @@ from .cache_name import CACHE, cache_argument
 from .cached_model import CachedModel
 from .passes import cached_model
 from .ragged import RaggedCache
-from .recurrent import RecurrentModel, ragged_copy
+from .recurrent import RecurrentModel
+from .recurrent_cache import ragged_copy
 from .recurrent_draft import RecurrentBranches, RecurrentDraft
 from .row_store import RowStore
 from .support import is_flash_attention, result_of

@@ -14,13 +14,13 @@ import math
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionLayer
+from transformers.cache_utils import DynamicCache
 from transformers.utils import logging
 
 from ..devices import from_host
 from .cached_model import CachedModel, is_mamba
 from .graphs import are_wanted, power_of_two
-from .ragged import RaggedCache, RaggedLayer
+from .recurrent_cache import RecurrentCache
 from .row_store import RowStore
 
 # Tokens fed again, of all rows together, that take about as long as a pass of their own; docs/design.md says more.
@@ -34,91 +34,6 @@ States = tuple[list[torch.Tensor], int]
 
 class NoState(RuntimeError):
     """Raised for a model with recurrent layers whose cache does not get their states."""
-
-
-class RecurrentRaggedLayer(RaggedLayer, LinearAttentionLayer):
-    """A layer that has attention and states."""
-
-    def __init__(self, number_of_states: int):
-        RaggedLayer.__init__(self)
-        LinearAttentionLayer.__init__(self, number_of_states)
-
-    def lazy_initialization(self, *keys_and_values, **states) -> None:
-        kind = RaggedLayer if keys_and_values else LinearAttentionLayer
-        kind.lazy_initialization(self, *keys_and_values, **states)
-
-
-class RecurrentCache(RaggedCache):
-    """A [`RaggedCache`] with recurrent layers, with the contents of a cache of transformers for the same model."""
-
-    def __init__(self, theirs: Cache):
-        super().__init__()
-        # Rows of a pass's batch that are branches of a row. They write adjacent columns of it and see all its columns.
-        self.branches = 1
-        self.shares_columns = False  # whether attention takes keys and values of a row once for all its branches
-        for layer in theirs.layers:
-            if isinstance(layer, LinearAttentionLayer):
-                kind = RecurrentRaggedLayer if isinstance(layer, DynamicLayer) else LinearAttentionLayer
-                self.layers.append(kind(layer.number_of_states))
-                _copy_states(layer, self.layers[-1])
-            else:  # transformers' own class if the layer has no cache
-                self.layers.append(RaggedLayer() if isinstance(layer, DynamicLayer) else type(layer)())
-        self.copy_columns(theirs)
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
-        if self.branches == 1:
-            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        new = [
-            states.unflatten(0, (-1, self.branches)).squeeze(3).transpose(1, 2) for states in (key_states, value_states)
-        ]
-        seen = super().update(*new, layer_idx, *args, **kwargs)
-        if self.shares_columns:
-            return seen
-        return tuple(one[:, None].expand(-1, self.branches, -1, -1, -1).flatten(0, 1) for one in seen)
-
-    def _places(self) -> list[tuple[dict[int, torch.Tensor], int]]:
-        """Returns the dictionaries and keys under which transformers looks for the states, which passes change."""
-        layers = [layer for layer in self.layers if isinstance(layer, LinearAttentionLayer)]
-        both = [states for layer in layers for states in (layer.conv_states, layer.recurrent_states)]
-        return [(states, index) for states in both for index in states if states[index] is not None]
-
-    def current_states(self) -> list[torch.Tensor]:
-        """Returns the states of all layers that the last forward pass left; an empty list if there was none."""
-        return [states[index] for states, index in self._places()]
-
-    def set_states(self, new: list[torch.Tensor]) -> None:
-        """Lets the next forward pass start from these states, which it changes."""
-        for (states, index), one in zip(self._places(), new, strict=True):
-            states[index] = one
-
-    def copy_between_columns(self, places: list[int], source: list[list[int]], to: list[list[int]]) -> None:
-        """Copies columns within rows: for each row that stands at one of `places`, columns `source` to columns `to`."""
-        for layer in self.ragged:
-            rows, source_columns, columns = from_host([[[p] * len(to[0]) for p in places], source, to], layer.device)
-            for storage in (layer.keys, layer.values):
-                storage[rows, :, columns] = storage[rows, :, source_columns]
-
-    def take_row(self, row: int, theirs: RaggedCache) -> None:
-        layers = [] if self.current_states() else zip(self.layers, theirs.layers)
-        for ours, other in layers:
-            if isinstance(ours, LinearAttentionLayer):
-                _copy_states(other, ours)  # passes replace the states themselves
-        super().take_row(row, theirs)
-
-    def copy_to(self, cache: Cache, length: int) -> Cache:
-        super().copy_to(cache, length)
-        for ours, theirs in zip(self.layers, cache.layers):
-            if isinstance(ours, LinearAttentionLayer):
-                _copy_states(ours, theirs)
-        return cache
-
-
-def _copy_states(source: LinearAttentionLayer, to: LinearAttentionLayer) -> None:
-    for name in vars(LinearAttentionLayer()).keys() - {"record_past"}:
-        value = getattr(source, name)
-        if isinstance(value, dict):
-            value = {key: one.clone() if isinstance(one, torch.Tensor) else one for key, one in value.items()}
-        setattr(to, name, value)
 
 
 class RecurrentModel(CachedModel):
@@ -213,6 +128,19 @@ class RecurrentModel(CachedModel):
         alone.reads_prompts = True
         return alone
 
+    def reusable(self, row, count):
+        return max((column for column in self.states[row] if column <= count), default=0)
+
+    def of_row(self, row, count):
+        cache = super().of_row(row, count)
+        cache.set_states(self.copies([self.states[row][count]]))
+        return cache
+
+    def begin_with(self, cache, tokens):
+        super().begin_with(cache, tokens)
+        self.tokens.write(tokens[None], [0])
+        self.states = [{len(tokens): (cache.current_states(), 0)}]
+
     def read(self, tokens, length):
         self.tokens.write(tokens, [length])
         end = length + tokens.shape[1]
@@ -296,12 +224,6 @@ class RecurrentModel(CachedModel):
             last = max(column for column in kept if column <= needed)
             kept = {column: states for column, states in kept.items() if column >= last}
         self.states[row] = kept
-
-
-def ragged_copy(theirs: Cache) -> RaggedCache:
-    """Returns a ragged cache with the contents of a cache of transformers, for the same model."""
-    is_recurrent = any(isinstance(layer, LinearAttentionLayer) for layer in theirs.layers)
-    return (RecurrentCache if is_recurrent else RaggedCache)(theirs)
 
 
 def _of_branches(value, branches: int):

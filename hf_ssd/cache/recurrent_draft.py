@@ -10,7 +10,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ..devices import from_host
 from .branches import Branches
-from .recurrent import RecurrentCache, RecurrentModel
+from .recurrent import RecurrentModel
+from .recurrent_cache import RecurrentCache
 from .row_store import RowStore
 
 

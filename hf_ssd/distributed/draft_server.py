@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from ..cache.kept_prefixes import KeptPrefixes
 from ..drafting.draft_info import DraftInfo
 from ..drafting.drafts import Drafts
 from ..drafting.speculator import Speculator
@@ -61,6 +62,7 @@ class DraftServer:
         self.cores = cores or DraftCores()
         self.calls: dict[int, Call] = {}  # by their sessions; whose preparation has waited longest is first
         self.prefix: VerifiedPrefix | None = None  # of the call that ended last, which the next call may continue
+        self.kept = KeptPrefixes()  # of rows of running batches
         self.weights, self.weights_version = weights, 0 if weights is None else weights["version"]
         self.translation: Translation | None = None  # the last one that came, for calls whose tokenizers differ
 
@@ -120,6 +122,7 @@ class DraftServer:
         self._make_room(len(request.prompts), request.vocab_size, request.generation_config)
         if request.weights_version != self.weights_version:
             self._take_new_weights(request.weights_version)
+        request.kept = self.kept
         earlier, self.prefix = self.prefix, None
         speculator = self.drafts.speculator(self.model, request, earlier)
         call = self.calls[message.session] = Call(message.session, speculator, request)
@@ -135,6 +138,7 @@ class DraftServer:
     def _take_new_weights(self, version: int) -> None:
         """Drops the keys and values of the previous weights, and copies the new weights to an accelerator."""
         self.prefix, self.weights_version = None, version
+        self.kept.close()
         if self.weights is not None and self.model.device.type != "cpu":  # a CPU model uses the shared memory itself
             copy_shared_weights(self.model, self.weights)
 

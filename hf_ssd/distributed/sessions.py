@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from ..cache.kept_prefixes import AUTO, KeptPrefixes
 from ..config import SSDConfig
 from ..drafting.drafts import Drafts
 from ..drafting.vocabulary import Translation
@@ -30,6 +31,7 @@ REQUEST = {  # fields of a call that are numbers
     "has_half": Field(0, 1, read=bool),
     "prompt_length": Field(),
     "weights_version": Field(),
+    "keep_prefixes": Field(AUTO),
 }
 
 
@@ -47,7 +49,8 @@ class SessionRequest:
     reads hidden states of the target, and `forced` gives the tokens that must follow in a row once it has gained some
     tokens; neither is sent. `plan` holds until the first outcome arrives. `prompt_length` is that of the longest prompt
     without tokens that were generated before the draft was ready. The worker drops keys and values that it computed
-    with another `weights_version`, and `has_half` of the CPU cores if that is planned.
+    with another `weights_version`, and `has_half` of the CPU cores if that is planned. The draft keeps texts that it
+    has read in running batches within `keep_prefixes` bytes, in `kept` if it is in this process.
     """
 
     config: SSDConfig
@@ -62,7 +65,9 @@ class SessionRequest:
     prompt_length: int | None = None
     weights_version: int = 0
     has_half: bool = False
+    keep_prefixes: int = 0
     head: object = None
+    kept: KeptPrefixes | None = None
     forced: Callable[[int, list[int]], list[int]] | None = None
 
     def __post_init__(self):

@@ -11,11 +11,10 @@ import weakref
 import torch
 from transformers import PreTrainedModel
 
-from ..cache.attached import forward_of, hooks_of
+from ..cache.attached import forward_of, hooks_of, values_of
 from .meeting import anonymous_file
 
 ALIGNMENT = 64  # bytes
-SAMPLES = 4  # least number of values of each tensor that are compared
 
 
 class SharedWeights:
@@ -65,7 +64,7 @@ class SharedWeights:
                 return self.version  # unchanged until the next call, which lays out the model anew
             places = [place for _, _, _, place, _ in self.recipe["entries"]]
             tensors = dict(zip(places, tensors_of(model).values()))
-            values = _values(tensors.values())
+            values = values_of(tensors.values())
             if values != self.values:
                 for place, tensor in tensors.items():
                     _view(self.memory, place, tensor.dtype, tensor.shape).copy_(tensor)
@@ -122,18 +121,6 @@ def _parts_of(model: PreTrainedModel) -> dict[str, str]:
 
 def _name_of(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _values(tensors) -> tuple:
-    """Returns marks that change when the tensors' values change."""
-    marks, some = [], {}
-    for tensor in tensors:
-        marks.append((tensor.data_ptr(), None if tensor.is_inference() else tensor._version))
-        if tensor.is_contiguous() and tensor.numel():
-            # Changes through `.data` or numpy leave addresses and versions as they are.
-            few = tensor.detach().view(-1)[:: max(1, tensor.numel() // SAMPLES)]
-            some.setdefault((tensor.device, tensor.dtype), []).append(few)
-    return marks, [torch.cat(of_kind).view(torch.uint8).tolist() for of_kind in some.values()]
 
 
 def _map(descriptor: int, size: int) -> torch.Tensor:

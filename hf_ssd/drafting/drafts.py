@@ -72,5 +72,8 @@ class Drafts:
             request.num_workers,
             vocabulary,
         )
+        if request.keep_prefixes and not drafter.reads_target:  # other calls may run beside a running batch
+            request.kept.begin(model, request.keep_prefixes)
+            drafter.prefix.kept = request.kept
         place = {"worker_index": request.worker_index, "num_workers": request.num_workers}
         return Speculator(drafter, config, shape, generation.max_length, **place)

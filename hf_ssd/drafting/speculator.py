@@ -272,6 +272,7 @@ class Speculator:
     def end(self) -> None:
         """Ends the call: lets the cache shape learn from the remaining rounds."""
         self._learn()
+        self.drafter.prefix.keep(range(len(self.finished)))
 
     def _learn(self, keep: int = 0) -> None:
         """Lets the cache shape learn from all rounds that it has not learned from, except the last `keep` rounds."""

@@ -1,6 +1,6 @@
 """The verified tokens of each row, which all branches share, and their place in the draft's cache."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from transformers import PreTrainedModel
@@ -9,6 +9,7 @@ from .. import devices
 from ..cache.branches import Branches, extend_with_branches
 from ..cache.cached_model import CachedModel
 from ..cache.joining import JoiningRow
+from ..cache.kept_prefixes import WORTH_KEEPING, KeptPrefixes
 from ..cache.passes import cached_model
 from ..cache.ragged import RaggedCache
 from ..cache.row_store import RowStore
@@ -16,8 +17,6 @@ from ..cache.support import last_position_limit
 from ..devices import from_host
 from ..rounds import padded
 from .vocabulary import Vocabulary
-
-WORTH_KEEPING = 64  # tokens that each row must share with the previous call before its cache is used again
 
 
 class VerifiedPrefix:
@@ -60,8 +59,9 @@ class VerifiedPrefix:
         if earlier is not None and continues is None:
             earlier.decoder.close()
         self.decoder = self._decoder(model, continues, column_limit=column_limit, **options)
-        self.joining: dict[int, JoiningRow] = {}  # rows whose text is being read
+        self.joining: dict[int, JoiningRow | None] = {}  # rows whose text is being read, or comes next
         self.rows_join = not any(self.lengths)
+        self.kept = KeptPrefixes()
         if self.rows_join:
             self.decoder.cache.have_free_rows(len(prompts))
             self._free(list(range(len(prompts))))
@@ -94,8 +94,8 @@ class VerifiedPrefix:
         the passes.
         """
         if start == 0:
-            self.joining[row], self.lengths[row], self.columns[row] = JoiningRow(self.decoder), 0, 0
-            self.fed[row] = 0
+            self.joining[row] = None
+            self.fed[row] = self.lengths[row] = self.columns[row] = 0
         new = from_host(tokens, self.device)
         for store, text, end in (
             (self.ids, new, self.lengths),
@@ -110,8 +110,12 @@ class VerifiedPrefix:
 
     def _read(self, row: int, is_all: bool) -> None:
         """Reads the next columns of a row that joins, all but the last one if the row then takes part in the passes."""
-        reader = self.joining[row]
-        reader.read(self._inputs_of(row, slice(reader.length, self.columns[row] - is_all)))
+        reader, end = self.joining[row], self.columns[row] - is_all
+        if reader is None:
+            rows, text = range(len(self.fed)) if self.kept.most else (), self.inputs.values[row, :end].tolist()
+            live = {other: self._fed(other)[:end].tolist() for other in rows if self.fed[other]}
+            reader = self.joining[row] = self.kept.reader(text, self.decoder, live)
+        reader.read(self._inputs_of(row, slice(reader.length, end)))
         if is_all:
             reader.join(row)
             del self.joining[row]
@@ -120,6 +124,15 @@ class VerifiedPrefix:
     def _inputs_of(self, row: int, columns: slice) -> torch.Tensor:
         """Returns the model's inputs in some columns of a row."""
         return self.inputs.values[row, columns]
+
+    def _fed(self, row: int) -> torch.LongTensor:
+        """Returns the verified tokens of a row whose columns are in the cache."""
+        return self.inputs.values[row, : min(self.fed[row], self.columns[row])]
+
+    def keep(self, rows: Iterable[int]) -> None:
+        """Keeps the texts of rows that have ended, in a running batch."""
+        for row in rows if self.kept.most else ():
+            self.kept.add(self._fed(row).tolist(), self.decoder, row)
 
     def _free(self, rows: list[int]) -> None:
         """Forgets the texts of rows that are left out, so that passes need not make room for them."""
@@ -162,7 +175,9 @@ class VerifiedPrefix:
         self.fed = [min(fed, n + max(0, k)) for fed, n, k in zip(self.fed, self.columns, kept)]
         self._take_in(list(map(len, tokens)))
         if self.rows_join:
-            self._free([row for row, new in enumerate(tokens) if not new and row not in self.joining])
+            ended = [row for row, new in enumerate(tokens) if not new and row not in self.joining]
+            self.keep(ended)
+            self._free(ended)
 
     def read_target(self, states: torch.Tensor | Callable[[int, int], torch.Tensor] | None) -> None:
         """Takes in the `states` of an outcome, after [`~VerifiedPrefix.grow`]. Only heads do."""

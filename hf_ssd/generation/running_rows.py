@@ -4,15 +4,15 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import torch
 from transformers import GenerationConfig
 
 from .. import devices
 from ..cache.joining import JoiningRow
+from ..cache.kept_prefixes import KeptPrefixes
 from ..devices import from_host
-from ..rounds import Outcome, RoundRecord
+from ..rounds import Outcome, of_row
 from ..stats import SSDStats
 from .call_rows import CallRows
 from .draft import FaultTolerantDraft
@@ -44,6 +44,7 @@ class Request:
         self.target: Target | None = None  # once it has a place
         self.row = -1
         self.read = 0  # tokens of the prompt that the target has read
+        self.known = 0  # of these, whose columns are copies
         self.reader: JoiningRow | None = None
         self.output: torch.LongTensor | None = None
         self.error: BaseException | None = None
@@ -54,6 +55,10 @@ class Request:
     def length(self) -> int:
         """Tokens of the row, padding included."""
         return self.rows.sequences.lengths[0]
+
+    def fed(self) -> list[int]:
+        """Returns the tokens whose columns are in the target's cache: all but the last."""
+        return self.rows.sequences.ids[0, self.padding : self.length - 1].tolist()
 
     def end(self, error: BaseException | None = None) -> None:
         """Ends the request with its output, or with an error."""
@@ -99,6 +104,7 @@ class RunningRows:
         self.has_read = self.is_closing = self.wants_draft = False
         self.planned_rows = 0
         self.draft: FaultTolerantDraft | None = None
+        self.kept = KeptPrefixes()  # of the target
         self.on_round: Callable[[SSDStats], None] = lambda stats: None  # is told of each round of all rows
 
     # ---------------------------------------------------------------- the batch as the target and the loop see it
@@ -215,6 +221,9 @@ class RunningRows:
                 continue
             # Nobody has to wait for a prompt if no row is decoded.
             most = self.prefill_chunk if self.live else len(request.prompt)
+            if self.live and not request.read:
+                decoder = next(iter(self.live.values())).target.decoder
+                most += self.kept.known(request.prompt[:-1], decoder, self._texts())
             self.pieces[row] = piece = min(most, len(request.prompt) - request.read)
             tokens = request.prompt[request.read : request.read + piece]
             is_all = request.read + piece == len(request.prompt)
@@ -233,12 +242,15 @@ class RunningRows:
         for row, piece in list(self.pieces.items()):
             request = self.reading[row]
             try:
-                if request.reader is None:
-                    request.target, request.reader = target, JoiningRow(target.decoder)
                 end = request.read + piece
                 is_all = end == len(request.prompt)
                 # The last token is fed in the next round, in which it gives the first token of the answer.
-                request.reader.read(torch.tensor(request.prompt[request.read : end - is_all], dtype=torch.long))
+                tokens = request.prompt[: end - is_all]
+                if request.reader is None:
+                    request.target = target
+                    request.reader = self.kept.reader(tokens, target.decoder, self._texts())
+                    request.known = request.reader.length
+                request.reader.read(torch.tensor(tokens[request.reader.length :], dtype=torch.long))
                 request.read = end
                 if is_all:
                     target.take_row(row, request.reader, request.padding)
@@ -261,6 +273,7 @@ class RunningRows:
         """Ends all requests, also those that wait."""
         while self.waiting:
             self.waiting.popleft().end(error)
+        self.kept.close()
         for row in [*self.live, *self.reading]:
             self._leave(row).end(error)
 
@@ -283,9 +296,16 @@ class RunningRows:
             return free is None
         cache = next(iter(self.live.values())).target.decoder.cache
         columns = (request.options.max_length or len(request.prompt)) - request.padding - cache.capacity
-        return SPARE * columns * cache.bytes_of_a_column <= free
+        lacking = SPARE * columns * self.count * cache.bytes_of_a_column - free
+        return lacking <= 0 or self.kept.give_up(lacking)
+
+    def _texts(self) -> dict[int, list[int]]:
+        """Returns the tokens of the rows that are decoded, to look for those of a row that joins."""
+        return {row: one.fed() for row, one in self.live.items()} if self.kept.most else {}
 
     def _leave(self, row: int) -> Request:
+        if row in self.live and self.kept.most:
+            self.kept.add(self.live[row].fed(), self.live[row].target.decoder, row)
         request = self.live.pop(row, None) or self.reading.pop(row)
         self.following.pop(row, None)
         self.pieces.pop(row, None)
@@ -305,11 +325,3 @@ class RunningRows:
 
 class Cancelled(RuntimeError):
     """The request was cancelled before it had all its tokens."""
-
-
-def of_row(record: RoundRecord | None, row: int) -> RoundRecord:
-    """Returns the part of a round's record that is about a row."""
-    if record is None:
-        return RoundRecord()
-    lists = ("sources", "ranks", "lengths", "early_alone", "early_beside", "accepted")
-    return replace(record, **{name: getattr(record, name)[row : row + 1] for name in lists})

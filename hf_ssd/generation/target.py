@@ -10,7 +10,7 @@ from ..cache.compiled import uncompiled
 from ..cache.hidden_states import HiddenStates, hooked_modules
 from ..cache.joining import JoiningRow
 from ..cache.passes import cached_model
-from ..cache.recurrent import ragged_copy
+from ..cache.recurrent_cache import ragged_copy
 from ..cache.row_store import RowStore
 from ..cache.support import last_position_limit
 from ..config import SSDConfig
