@@ -23,7 +23,7 @@ class SharedChannel:
         self.inboxes: dict[int, deque[Message]] = {}  # of each open session, by its number
         self.changed = threading.Condition()  # the inboxes, who receives, or whether the channel is broken
         self.receiver: int | None = None  # the session whose thread receives
-        self.sending = threading.Lock()
+        self.sending = threading.RLock()
         self.is_broken = False
         self.translation = None  # the last one that was sent
 
@@ -44,23 +44,20 @@ class SharedChannel:
             self.channel.make_room(len(request.prompts), request.vocab_size)
             if translation is not None and translation is not self.translation:
                 self.translation, values["translation"] = translation, translation.to_tensor()
-            self._send(Message(Kind.START, number, payload=values))
+            self.send(Message(Kind.START, number, payload=values))
 
     def send(self, message: Message, payload: torch.Tensor | None = None) -> None:
         """Starts to send a message and the payload that it announces. Of a broken channel only `receive` tells."""
         with self.sending:
-            self._send(message, payload)
-
-    def _send(self, message: Message, payload: torch.Tensor | None = None) -> None:
-        if self.is_broken:
-            return
-        try:
-            self.channel.send(message)
-            if payload is not None:
-                self.channel.send_announced(payload)
-        except BaseException:
-            self.is_broken = True
-            raise
+            if self.is_broken:
+                return
+            try:
+                self.channel.send(message)
+                if payload is not None:
+                    self.channel.send_announced(payload)
+            except BaseException:
+                self.is_broken = True
+                raise
 
     def receive(self, number: int, timeout: float, awake: float = AWAKE) -> Message:
         """Returns the next message for a session. See [`Channel.receive`]; a wait beside other sessions sleeps."""

@@ -50,6 +50,33 @@ def test_one_draft_may_have_half_of_four_or_more_cores(monkeypatch, available, h
     assert divide_cores(1).half is None and divide_cores(drafts=2).half is None
 
 
+USUAL, HALF, ALL = [3], [2, 3], [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "calls, expected",
+    [
+        ([], USUAL),
+        ([(False, True)], USUAL),
+        ([(True, True)], HALF),
+        ([(False, False)], ALL),
+        ([(True, True), (True, True)], HALF),
+        ([(True, True), (False, True)], USUAL),
+        ([(True, False), (False, False)], USUAL),  # while one target waits, the other one computes
+    ],
+)
+def test_a_draft_of_several_calls_has_what_all_of_them_leave(monkeypatch, calls, expected):
+    pinned = []
+    monkeypatch.setattr(cores, "pin", pinned.append)
+    monkeypatch.setattr(cores, "_threads", set)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    draft = cores.DraftCores(USUAL, ALL, half=HALF)
+    for before in ([], [(True, True)], [(False, False)]):
+        draft.serve(before)
+        draft.serve(calls)
+        assert pinned[-1] == expected and draft.are_taken_in_turn == (expected == ALL)
+
+
 @contextlib.contextmanager
 def a_thread(cores=None):
     """The number that the system gives to a thread, which lives for the length of the block."""

@@ -167,8 +167,8 @@ class Calls(RuleBasedStateMachine):
                 worker.send_signal(signal.SIGCONT)
 
     @is_open
-    @rule(rows=ROWS, config=CONFIGS, length=LENGTHS)
-    def generates_in_two_threads(self, rows, config, length):
+    @rule(rows=ROWS, config=CONFIGS, length=LENGTHS, kills=st.booleans())
+    def generates_in_two_threads(self, rows, config, length, kills):
         self.steps["generates_in_two_threads"] += 1
         reached, over = threading.Event(), threading.Event()
 
@@ -181,7 +181,7 @@ class Calls(RuleBasedStateMachine):
         def second():
             assert reached.wait(60)
             try:
-                return self.call(rows, config)
+                return self.call(rows, config, AtLength(length, kill_workers) if kills else None)
             finally:
                 over.set()
 
