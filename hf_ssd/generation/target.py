@@ -150,8 +150,8 @@ class Target:
 class Features(RowStore):
     """
     The features of a token are the hidden states of some layers of the target, side by side, from the pass that was fed
-    the token. So the last token of a row, which is not fed yet, has none. All features of a call are kept, because a
-    draft may join late.
+    the token. So the last token of a row, which is not fed yet, has none. All features of a row are kept until it ends,
+    because a draft may join late. A row that joins in its place begins anew.
 
     The prompts' states `(batch_size, tokens, width)` end with their last tokens. The padded prompts have `length`
     columns; tokens that the user's cache held before the call have zeros.
