@@ -108,12 +108,12 @@ KINDS = {**cache_shapes.SHAPES, "all_accepted": AllAccepted, "single_branch": Si
 # ---------------------------------------------------------------- calls
 
 
-def load_pair():
+def load_pair(folder: Path):
     """Returns target, draft and tokenizer, in float32. No token ends a text, so that every row gets all its tokens."""
-    folders = PAIR / "target", PAIR / "draft"
+    folders = folder / "target", folder / "draft"
     target, draft = (AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval() for folder in folders)
     target.generation_config.eos_token_id = target.config.vocab_size  # no token has this number
-    return hf_ssd.enable(target), draft, AutoTokenizer.from_pretrained(folders[0])
+    return hf_ssd.enable(target), draft, AutoTokenizer.from_pretrained(folders[0], padding_side="left")
 
 
 def generate(pair, assistant, config: hf_ssd.SSDConfig, temperature: float, prompts: list[str], seed: int, args):
@@ -137,15 +137,12 @@ class Recorder(hf_ssd.DraftAssistant, CacheShape):
         self.draft, self.cores, self.info, self.rounds = draft, None, DraftInfo.of(draft.config), []
         self.ranks, self.process, self.workers = TargetRanks(), os.getpid(), [None]
         self.path = self.weights = None
-        self.closed, self.turn = False, {}
+        self.closed = False
 
-    def begin_call(self, turn, timeout, patience):
+    def begin_call(self, patience):
         pass
 
-    def end_call(self, turn):
-        pass
-
-    def open_session(self, turn, request, device):
+    def open_session(self, request, device):
         session = LocalSession(self.draft, request())
         session.speculator.shape = self
         return session
@@ -297,7 +294,7 @@ RULES = {  # settings, and whether the draft knows the noise of bonus tokens
 def noise(pair, args) -> list[dict]:
     """What a draft gains that knows the noise of bonus tokens: hits of 12 outcomes, speeds, misses of F guesses"""
     table = []
-    for temperature in tqdm([0.3, 0.7, 1.0, 1.3], desc="noise", unit="temperature"):
+    for temperature in tqdm(args.temperatures, desc="noise", unit="temperature"):
         for name, (settings, is_known) in RULES.items():
             config = hf_ssd.SSDConfig(lookahead=4, budget=max(FAN_OUTS), fallback="primary", **settings)
             with contextlib.nullcontext() if is_known else patch.object(DraftSampler, "bonus_noise", lambda *_: None):
@@ -422,6 +419,9 @@ def main() -> None:
     ablations = {measure.__name__: (measure, draw) for measure, draw in drawings.items()}
     parser.add_argument("--only", nargs="+", choices=ablations, default=list(ablations), help="some of them")
     parser.add_argument("--output", type=Path, default=Path("docs/figures"), help="folder for figures and JSON")
+    parser.add_argument("--pair", type=Path, default=PAIR, help="folder with the folders `target` and `draft`")
+    temperatures = {"type": float, "nargs": "+", "default": [0.3, 0.7, 1.0, 1.3], "metavar": "T"}
+    parser.add_argument("--temperatures", **temperatures, help="of `noise`, 1.0 among them")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="for each prompt")
     parser.add_argument("--prompts", type=int, default=len(PROMPTS), choices=range(2, len(PROMPTS) + 1), metavar="N")
     args = parser.parse_args()
@@ -429,7 +429,7 @@ def main() -> None:
     logging.disable_progress_bar()
     torch.set_num_threads(1)
     args.output.mkdir(parents=True, exist_ok=True)
-    pair = load_pair()
+    pair = load_pair(args.pair)
     for name in args.only:
         measure, draw = ablations[name]
         print(f"\n{measure.__doc__}")

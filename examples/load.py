@@ -2,29 +2,34 @@
 
     python examples/load.py examples/pair/target --draft examples/pair/draft --clients 1 4 16 --seconds 30
     python examples/load.py folder/target --draft folder/draft --kill-draft-every 10
-    python examples/load.py --url http://127.0.0.1:8001 --model name --clients 1 4 16
+    python examples/load.py folder/target --draft folder/draft --servers hf_ssd transformers llama.cpp
 
-The first two start `hf-ssd serve`; the third measures a server that runs, also another one. Each client streams one
-completion after the other. A share of them leaves in the middle, and a share of bodies is no request. Every greedy
-answer is compared with the one that the same prompt got when the server had nothing else to do. Printed are tokens per
-second of all clients, the time to the first token and between two tokens, the median and the 95th percentile, and by
-how much the server's memory has grown.
+Each server is started with the target, `hf_ssd` and `llama.cpp` with the draft too, in float32 and on the same cores.
+llama.cpp is the one of `compare_engines.py`, in an environment below --environments. Each client streams one completion
+after the other. A share of them leaves in the middle, and a share of bodies is no request. Every greedy answer is
+compared with the one that the same prompt got when the server had nothing else to do. Printed are tokens per second of
+all clients, the time to the first token and of a whole answer, the median and the 95th percentile, and by how much the
+server's memory has grown.
 """
 
 import argparse
 import asyncio
-import json
 import random
-import re
 import signal
+import socket
 import statistics
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
+from compare_engines import RUNNERS, installed
 from tqdm.auto import tqdm
+from transformers import AutoTokenizer
+
+from hf_ssd.distributed.cores import available_cores
 
 PROMPTS = (
     "def read_lines(path):\n    ",
@@ -34,40 +39,77 @@ PROMPTS = (
     "try:\n    import json\nexcept ",
     "for line in open(path):\n    print(",
 )
-START_TIMEOUT, REQUEST_TIMEOUT = 300.0, 600.0  # seconds
+START_TIMEOUT, REQUEST_TIMEOUT, END_TIMEOUT = 300.0, 900.0, 60.0  # seconds
+ROWS = 8  # that a server decodes at a time, where it can be told
+
+
+def hf_ssd_server(args: argparse.Namespace, port: int) -> list[str]:
+    draft = ["--draft", args.draft] if args.draft else []
+    own = ["--port", str(port), "--dtype", "float32", "--max-rows", str(ROWS)]
+    return [sys.executable, "-m", "hf_ssd", "serve", args.target, *draft, *own, *args.serve]
+
+
+def transformers_server(args: argparse.Namespace, port: int) -> list[str]:
+    program = [sys.executable, "-m", "transformers.cli.transformers", "serve"]
+    return [*program, args.target, "--port", str(port), "--dtype", "float32"]
+
+
+def batching_transformers_server(args: argparse.Namespace, port: int) -> list[str]:
+    return [*transformers_server(args, port), "--continuous-batching"]
+
+
+def llama_cpp_server(args: argparse.Namespace, port: int) -> list[str]:
+    python, program = installed("xllamacpp", args.environments), RUNNERS / "serve_llama_cpp.py"
+    numbers = [str(number) for number in (port, ROWS, len(available_cores()))]
+    return [str(python), str(program), *numbers, args.target, *([args.draft] if args.draft else [])]
+
+
+SERVERS = {
+    "hf_ssd": hf_ssd_server,
+    "transformers": transformers_server,
+    "transformers, continuous batching": batching_transformers_server,
+    "llama.cpp": llama_cpp_server,
+}
 
 
 class Load:
-    """What clients have seen of a server."""
+    """What clients have seen of a server. `tokenizer` makes tokens of prompts, for a server that takes no texts."""
 
-    def __init__(self, args: argparse.Namespace, url: str, model: str):
+    def __init__(self, args: argparse.Namespace, url: str, tokenizer=None):
         import openai  # of the extra `clients`
 
-        self.args, self.url, self.model = args, url, model
+        self.args, self.url, self.tokenizer = args, url, tokenizer
         self.client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=REQUEST_TIMEOUT, max_retries=0)
         self.alone: dict[str, str] = {}
         self.forget()
 
     def forget(self) -> None:
-        self.first, self.between, self.tokens = [], [], 0
+        self.first, self.whole, self.tokens = [], [], 0
         self.counts = dict.fromkeys(("answered", "left", "refused", "other text", "failed"), 0)
 
     async def ask(self, prompt: str, leaves_after: int | None = None) -> str:
         """Streams an answer, and returns its text. Closes the stream after so many pieces, if a number is given."""
-        begun, text, last = time.perf_counter(), "", None
+        begun, text, pieces, used = time.perf_counter(), "", 0, None
         stream = await self.client.completions.create(
-            model=self.model, prompt=prompt, max_tokens=self.args.tokens, temperature=0, stream=True
+            model=self.args.target,
+            prompt=prompt if self.tokenizer is None else self.tokenizer(prompt).input_ids,
+            max_tokens=self.args.tokens,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
         )
-        pieces = 0
         async for chunk in stream:
-            now = time.perf_counter()
+            used = chunk.usage or used
             if chunk.choices and chunk.choices[0].text:
-                (self.between if last else self.first).append(now - (last or begun))
-                text, last, pieces = text + chunk.choices[0].text, now, pieces + 1
+                if not pieces:
+                    self.first.append(time.perf_counter() - begun)
+                text, pieces = text + chunk.choices[0].text, pieces + 1
             if pieces == leaves_after:
                 await stream.close()
                 break
-        self.tokens += pieces
+        else:
+            self.whole.append(time.perf_counter() - begun)
+        self.tokens += used.completion_tokens if used else pieces
         return text
 
     async def client_of(self, number: int, end: float) -> None:
@@ -111,7 +153,7 @@ class Load:
             "clients": str(clients),
             "tokens/s": f"{self.tokens / seconds:.1f}",
             "first token, s": in_words(self.first),
-            "next token, s": in_words(self.between),
+            "answer, s": in_words(self.whole),
             **{name: str(count) for name, count in self.counts.items()},
         }
 
@@ -143,64 +185,74 @@ def memory_of(pid: int) -> int:
     return int(subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True).stdout)
 
 
-def serve(args: argparse.Namespace) -> tuple[subprocess.Popen, str, str]:
-    """Starts `hf-ssd serve`. Returns its process, its address and the model's name."""
-    command = [sys.executable, "-m", "hf_ssd", "serve", args.target, "--port", "0", *args.serve]
-    command += ["--draft", args.draft] if args.draft else []
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+def start(command: list[str], url: str) -> subprocess.Popen:
+    """Starts a server, and returns its process once it answers."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + START_TIMEOUT
-    for line in process.stdout:
-        if found := re.search(r"http://\S+", line):
-            url = found[0]
-        if "shows a page" in line:
-            with urllib.request.urlopen(f"{url}/v1/models", timeout=REQUEST_TIMEOUT) as answer:
-                return process, url, json.load(answer)["data"][0]["id"]
-        if time.monotonic() > deadline:
-            break
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=REQUEST_TIMEOUT):
+                return process
+        except OSError:
+            time.sleep(0.5)
     process.kill()
-    raise SystemExit("The server has not started.")
+    raise RuntimeError(f"It has not started: {' '.join(command)}")
+
+
+def end(process: subprocess.Popen) -> None:
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(END_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        process.kill()
+
+
+async def measure(name: str, args: argparse.Namespace) -> list[dict[str, str]]:
+    """Returns the figures of a server for each number of clients."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    url, rows = f"http://127.0.0.1:{port}", []
+    process = start(SERVERS[name](args, port), url)
+    try:
+        load = Load(args, url, AutoTokenizer.from_pretrained(args.target) if name == "llama.cpp" else None)
+        await load.learn()
+        for clients in tqdm(args.clients, desc=name, unit="number of clients"):
+            before = memory_of(process.pid)
+            row = {"server": name} | await load.run(clients, lambda: kill_drafts(process.pid))
+            rows.append(row | {"memory, MB": f"{(memory_of(process.pid) - before) / 1024:+.0f}"})
+    finally:
+        end(process)
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("target", nargs="?", help="the target that `hf-ssd serve` loads")
-    parser.add_argument("--draft", help="its draft")
+    parser.add_argument("target", help="folder of the target")
+    parser.add_argument("--draft", help="folder of its draft")
+    parser.add_argument("--servers", nargs="+", choices=SERVERS, default=["hf_ssd"])
+    parser.add_argument("--environments", type=Path, default=Path("engines"), help="folder for llama.cpp")
     parser.add_argument("--serve", nargs=argparse.REMAINDER, default=[], help="further options of `hf-ssd serve`, last")
-    parser.add_argument("--url", help="a server that runs, instead")
-    parser.add_argument("--model", help="the model's name there")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--seconds", type=float, default=120.0, help="for each number of clients")
     parser.add_argument("--tokens", type=int, default=64, help="of an answer")
     parser.add_argument("--leave", type=float, default=0.1, help="share of requests whose client leaves")
     parser.add_argument("--bad", type=float, default=0.05, help="share of bodies that are no request")
-    parser.add_argument("--kill-draft-every", type=float, default=0.0, metavar="SECONDS")
+    parser.add_argument("--kill-draft-every", type=float, default=0.0, metavar="SECONDS", help="of hf_ssd alone")
     args = parser.parse_args()
-    if not args.url and not args.target:
-        parser.error("name a target to serve, or the --url of a server")
-    process, url, model = (None, args.url, args.model) if args.url else serve(args)
-    load, rows = Load(args, url, model), []
-
-    async def everything() -> None:
-        await load.learn()
-        for clients in tqdm(args.clients, desc="numbers of clients"):
-            before = memory_of(process.pid) if process else 0
-            row = await load.run(clients, lambda: kill_drafts(process.pid))
-            row["memory, MB"] = f"{(memory_of(process.pid) - before) / 1024:+.0f}" if process else "-"
-            rows.append(row)
-
-    try:
-        asyncio.run(everything())
-    finally:
-        if process is not None:
-            process.send_signal(signal.SIGINT)
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
+    args.environments = args.environments.resolve()
+    rows = []
+    for name in args.servers:
+        try:
+            rows += asyncio.run(measure(name, args))
+        except Exception as error:  # of a server; the others are measured all the same
+            print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
+    if not rows:
+        raise SystemExit("No server was measured.")
     print("| " + " | ".join(rows[0]) + " |\n|" + " --- |" * len(rows[0]))
     for row in rows:
         print("| " + " | ".join(row.values()) + " |")
-    if any(int(row[name]) for row in rows for name in ("other text", "failed")):
+    if any(int(row[name]) for row in rows if row["server"] == "hf_ssd" for name in ("other text", "failed")):
         raise SystemExit("Some answers were lost or had another text.")
 
 

@@ -17,7 +17,7 @@ from .helpers.programs import run
 
 @pytest.fixture(scope="module")
 def pair():
-    return ablations.load_pair()
+    return ablations.load_pair(ablations.PAIR)
 
 
 @pytest.mark.slow

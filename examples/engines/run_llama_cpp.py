@@ -56,21 +56,32 @@ def exported(folder: str) -> str:
     return str(made)
 
 
+def settings(target: str, threads: int) -> xllamacpp.CommonParams:
+    """Returns the settings of a target in float32, with nothing that drafts."""
+    params = xllamacpp.CommonParams()
+    params.model.path, params.n_ctx, params.n_parallel = exported(target), 2048, 1
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+    params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+    params.speculative.types = [KINDS.COMMON_SPECULATIVE_TYPE_NONE]
+    return params
+
+
+def speculate(params: xllamacpp.CommonParams, draft: str, lookahead: int, threads: int) -> None:
+    """Adds a draft to the settings."""
+    params.speculative.types, model = [KINDS.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE], params.speculative.draft
+    model.mparams.path, model.n_max = exported(draft), lookahead
+    model.cpuparams.n_threads = model.cpuparams_batch.n_threads = threads
+    model.cache_type_k = model.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+
+
 def ways(work: dict) -> dict:
     def load(kind=KINDS.COMMON_SPECULATIVE_TYPE_NONE, n=0):
-        params = xllamacpp.CommonParams()
-        params.model.path, params.n_ctx, params.n_parallel = exported(work["target"]), 2048, 1
-        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = work["threads"]
-        params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
-        speculation = params.speculative
-        speculation.types = [kind]
+        params = settings(work["target"], work["threads"])
         if kind == KINDS.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE:
-            speculation.ngram_simple.size_n, speculation.ngram_simple.size_m = 3, n
+            params.speculative.types = [kind]
+            params.speculative.ngram_simple.size_n, params.speculative.ngram_simple.size_m = 3, n
         if kind == KINDS.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE:
-            draft = speculation.draft
-            draft.mparams.path, draft.n_max = exported(work["draft"]), n
-            draft.cpuparams.n_threads = draft.cpuparams_batch.n_threads = work["threads"]
-            draft.cache_type_k = draft.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+            speculate(params, work["draft"], n, work["threads"])
         server = xllamacpp.Server(params)
 
         def generate(prompt, new_tokens):

@@ -133,7 +133,10 @@ class CachedModel:
 
     def of_one_row(self) -> "CachedModel":
         """Returns the same model with an empty cache, to read the text of a row that is to join these rows."""
-        return CachedModel(self.model, RaggedCache(), column_limit=self.column_limit, view=self.view)
+        return CachedModel(self.model, RaggedCache(), **self._of_one_row())
+
+    def _of_one_row(self) -> dict:
+        return {"column_limit": self.column_limit, "view": self.view, "hidden_states": self.hidden_states}
 
     def reusable(self, row: int, count: int) -> int:
         """Returns how many of a row's first `count` columns, which are in the cache, another row may begin with."""

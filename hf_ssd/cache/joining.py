@@ -11,6 +11,7 @@ class JoiningRow:
 
     def __init__(self, decoder: CachedModel):
         self.decoder, self.length, self.alone = decoder, 0, decoder.of_one_row()
+        self.features: list[torch.Tensor] = []  # `(tokens, width)` of the tokens read, if the decoder keeps features
 
     def begin_with(self, cache: RaggedCache, tokens: list[int]) -> None:
         """Takes a cache of one row, which has read these first tokens of the text."""
@@ -22,6 +23,8 @@ class JoiningRow:
         if len(tokens):
             self.alone.read(tokens[None].to(self.decoder.device), self.length)
             self.length += len(tokens)
+            if self.alone.features is not None:
+                self.features.append(self.alone.features[0])
 
     def join(self, row: int) -> None:
         """Takes the place of a row that is left out."""

@@ -124,7 +124,7 @@ class RecurrentModel(CachedModel):
     def of_one_row(self):
         cache = RecurrentCache(DynamicCache(config=self.model.config.get_text_config(decoder=True)))
         tokens = RowStore(torch.zeros(1, 0, dtype=torch.long, device=self.device))
-        alone = RecurrentModel(self.model, cache, tokens, column_limit=self.column_limit, view=self.view)
+        alone = RecurrentModel(self.model, cache, tokens, **self._of_one_row())
         alone.reads_prompts = True
         return alone
 

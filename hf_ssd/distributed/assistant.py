@@ -1,6 +1,7 @@
 """The draft as users hold it: one or several workers that serve call after call."""
 
 import dataclasses
+import itertools
 import os
 import threading
 import time
@@ -23,19 +24,12 @@ logger = logging.get_logger(__name__)
 
 SHOWN_AFTER = 2.0  # seconds until a progress bar appears
 WAIT_SLICE = 0.1  # seconds between two updates of the progress bar
-TURN_POLL = 0.002  # polling interval in seconds while another call has the turn
-
-
-class Turn:
-    """A lock token, made before the lock is acquired, so that its maker can release it wherever Ctrl-C interrupts."""
-
-    def __init__(self):
-        self.thread = threading.current_thread()
 
 
 class DraftAssistant:
     """
-    One or several draft workers, to be passed as `assistant_model`. Made by [`~hf_ssd.launch_draft`].
+    One or several draft workers, to be passed as `assistant_model`. Made by [`~hf_ssd.launch_draft`]. They serve calls
+    from any threads, and of any targets, at the same time.
 
     Attributes:
         info ([`~hf_ssd.drafting.draft_info.DraftInfo`]): Vocabulary size and other facts about the draft model.
@@ -55,9 +49,8 @@ class DraftAssistant:
         self.workers, self.cores, self.weights = workers, cores, weights
         self.ranks = TargetRanks() if ranks is None else ranks
         self.process = os.getpid()  # a forked child does not own the workers
-        self.sessions = self.restarts = 0
-        # Calls take turns. A dictionary, because an interrupt cannot divide its `setdefault`.
-        self.turn: dict[str, Turn] = {}
+        self.restarts, self.sessions = 0, itertools.count(1)  # session 0 is that of messages that belong to no call
+        self.lock = threading.Lock()  # of whoever starts or ends workers, or copies weights for them
         self.closed = False
         # If the user does not call `close`, the workers must still end before their channels are collected as garbage.
         self.finalizer = weakref.finalize(self, _end_all, self.process, workers, weights)
@@ -117,62 +110,31 @@ class DraftAssistant:
 
     # ---------------------------------------------------------------- a call
 
-    def serves(self, thread: threading.Thread) -> bool:
-        """Whether a call of this thread has the turn, so that another call within it cannot get it."""
-        holder = self.turn.get("now")
-        return holder is not None and holder.thread is thread
-
-    def begin_call(self, turn: Turn, timeout: float, patience: float) -> None:
-        """
-        Takes the turn, waiting up to `timeout` seconds for other threads' calls; restarts ended workers and waits up to
-        `patience` seconds for them. [`~DraftAssistant.end_call`] must follow, also after an exception.
-        """
-        deadline = time.monotonic() + timeout
-        while not self._take(turn):
-            if time.monotonic() >= deadline:
-                raise DraftError(f"The draft was busy with another call for {timeout:g} s.")
-            time.sleep(TURN_POLL)
-        if self.closed:
-            raise ValueError("This draft assistant was closed; call hf_ssd.launch_draft() again.")
-        if self.weights is not None and not self.weights.fits():  # the draft's layers, shapes or dtypes have changed
-            for worker in self.workers:
-                worker.cancel()
-            self.workers[:] = [WorkerProcess(one.launch, one.timeout) for one in self.workers]
-            self.weights.lay_out()
-        self._restart()
+    def begin_call(self, patience: float) -> None:
+        """Restarts workers that have ended, and waits up to `patience` seconds for those that start."""
+        with self.lock:
+            if self.closed:
+                raise ValueError("This draft assistant was closed; call hf_ssd.launch_draft() again.")
+            if self.weights is not None and not self.weights.fits():  # its layers, shapes or dtypes have changed
+                for worker in self.workers:
+                    worker.cancel()
+                self.workers[:] = [WorkerProcess(one.launch, one.timeout) for one in self.workers]
+                self.weights.lay_out()
+            self._restart()
         self._wait(patience)
 
-    def open_session(
-        self, turn: Turn, request: Callable[[], SessionRequest], device: torch.device
-    ) -> DraftSession | None:
-        """Opens a session with the ready workers; `None` at once if none is ready yet or another call uses them."""
-        if not self._take(turn):
-            return None
-        workers = self._ready()
-        if not workers:
-            self.end_call(turn)
-            return None
-        self.sessions += 1
-        request = dataclasses.replace(request(), weights_version=self._current_weights())
-        accelerators = {worker.worker_info["identity"] for worker in workers} - {None}
-        if accelerators and devices.identity(device) in accelerators:
-            devices.warn_of_sharing(device)
-        kind, of_call = (WorkerSession, workers[0]) if len(workers) == 1 else (SeveralDrafts, workers)
-        return kind(of_call, self.sessions, request)
-
-    def end_call(self, turn: Turn) -> None:
-        """Ends `turn` if it is the current turn, and kills the workers whose session was not closed."""
-        if self.turn.get("now") is not turn or os.getpid() != self.process:
-            return
-        for worker in self.workers:
-            if worker.is_in_call:  # it may have half a message
-                worker.kill()
-        if self.closed:  # during the call
-            _end_all(self.process, self.workers, self.weights)
-        del self.turn["now"]
-
-    def _take(self, turn: Turn) -> bool:
-        return self.turn.setdefault("now", turn) is turn
+    def open_session(self, request: Callable[[], SessionRequest], device: torch.device) -> DraftSession | None:
+        """Returns a session with the ready workers, which is to begin; `None` at once if none is ready yet."""
+        with self.lock:
+            workers = self._ready()
+            if not workers:
+                return None
+            request = dataclasses.replace(request(), weights_version=self._current_weights())
+            accelerators = {worker.worker_info["identity"] for worker in workers} - {None}
+            if accelerators and devices.identity(device) in accelerators:
+                devices.warn_of_sharing(device)
+            kind, of_call = (WorkerSession, workers[0]) if len(workers) == 1 else (SeveralDrafts, workers)
+            return kind(of_call, next(self.sessions), request)
 
     def _current_weights(self) -> int:
         """Copies the draft's current weights for the workers, and returns their version."""
@@ -226,17 +188,9 @@ class DraftAssistant:
         decoding.
         """
         self.closed = True
-        if not self.finalizer.alive or os.getpid() != self.process:
-            return
-        turn = Turn()
-        try:
-            if self._take(turn):
+        if self.finalizer.alive and os.getpid() == self.process:
+            with self.lock:
                 self.finalizer()
-            elif self.finalizer.detach():
-                for worker in self.workers:
-                    worker.end()  # the call that uses the worker closes its channel
-        finally:
-            self.end_call(turn)
 
     def __enter__(self) -> "DraftAssistant":
         return self

@@ -74,7 +74,10 @@ def use_cores(cores: tuple[int, ...] | None):
 
 
 class TargetCores:
-    """The cores of a call's target: its share while a draft works beside it, otherwise all that the thread may use."""
+    """
+    The cores of a call's target: its share while a draft works beside it, otherwise all that the thread may use. The
+    targets of calls that run at the same time use the same cores.
+    """
 
     def __init__(self, share: tuple[int, ...] | None):
         self.share, self.block, self.is_divided = share, contextlib.ExitStack(), False
@@ -92,7 +95,11 @@ class TargetCores:
 
 
 class DraftCores:
-    """The cores of a draft worker: its share beside the target, and those of both while the target waits for it."""
+    """
+    The cores of a draft worker: its share beside the target, and those of both while the target waits for it. It may
+    serve several calls, each with a target that knows nothing of the others. So it has half of the cores only if all
+    calls leave it half, and the cores of both only if there is one call, whose target waits.
+    """
 
     def __init__(
         self,
@@ -102,29 +109,30 @@ class DraftCores:
         half: list[int] | None = None,  # its share in calls in which it has half of all cores
     ):
         self.usual, self.half, self.everything, self.threads = share, half or share, everything, threads
-        self.begin_call(has_half=False)
+        self.share, self.is_divided = None, False
+        self.serve([])
 
-    def begin_call(self, has_half: bool) -> None:
-        """Keeps to its share in this call, from now on."""
-        self.share, self.is_divided = self.half if has_half else self.usual, False
-        self.divide(True)
+    def serve(self, calls: list[tuple[bool, bool]]) -> None:
+        """
+        Serves these calls from now on. Of each it is known whether it leaves the draft half of the cores, and whether
+        its target works beside the draft.
+        """
+        share = self.half if calls and all(half for half, _ in calls) else self.usual
+        is_divided = len(calls) != 1 or calls[0][1]
+        if share is None or (share, is_divided) == (self.share, self.is_divided):
+            return
+        self.share, self.is_divided = share, is_divided
+        cores = share if is_divided else self.everything
+        pin(cores)
+        for thread in _threads():
+            with contextlib.suppress(OSError):  # the thread has ended
+                os.sched_setaffinity(thread, cores)
+        torch.set_num_threads(len(cores) if is_divided else max(len(share), min(self.threads, len(cores))))
 
     @property
     def are_taken_in_turn(self) -> bool:
         """Whether the target computes on these cores while the draft waits for it."""
         return self.share is not None and not self.is_divided
-
-    def divide(self, is_divided: bool) -> None:
-        """Keeps to the share from now on, or no longer."""
-        if self.share is None or is_divided == self.is_divided:
-            return
-        self.is_divided = is_divided
-        cores = self.share if is_divided else self.everything
-        pin(cores)
-        for thread in _threads():
-            with contextlib.suppress(OSError):  # the thread has ended
-                os.sched_setaffinity(thread, cores)
-        torch.set_num_threads(len(cores) if is_divided else max(len(self.share), min(self.threads, len(cores))))
 
 
 class _Blocks:

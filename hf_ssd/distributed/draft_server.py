@@ -1,9 +1,10 @@
 """The loop in which the draft serves generate() calls: receive, answer, prepare, and so on."""
 
 import traceback
+from collections.abc import Iterator
 
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from ..cache.kept_prefixes import KeptPrefixes
 from ..drafting.draft_info import DraftInfo
@@ -22,70 +23,117 @@ from .wire import Kind, Message
 FEATURES_TIMEOUT = 10.0  # seconds for the target's hidden states to follow the outcome
 
 
+class Call:
+    """A generate() call that the draft serves, and the preparation of its next speculation."""
+
+    def __init__(self, number: int, speculator: Speculator, request: SessionRequest):
+        self.number, self.speculator, self.has_half, self.mode = number, speculator, request.has_half, None
+        self.round = -1
+        self.passes: Iterator[None] | None = None  # of the preparation, if it goes on
+
+    def prepare(self, plan: Plan) -> None:
+        """Chooses outcomes, and begins to grow their branches."""
+        self.round += 1
+        self.passes = self.speculator.passes(plan)
+        self.grow()
+
+    def grow(self) -> None:
+        """Takes the next pass of the preparation, if there is one."""
+        if next(self.passes, self) is self:
+            self.passes = None
+
+    def stop(self) -> None:
+        """Ends the preparation, because its outcome has come."""
+        if self.passes is not None:
+            self.speculator.stop(self.passes)
+        self.passes = None
+
+
 class DraftServer:
-    """Serves generate() calls in turn over a channel. `weights` describes those that the model shares, if it does."""
+    """
+    Serves any number of generate() calls over a channel: it handles a message if one has come, and otherwise takes a
+    pass of one call's preparation, of the calls in turn. `weights` describes those that the model shares, if it does.
+    """
 
     def __init__(
         self, channel: Channel, model: PreTrainedModel, weights: dict | None = None, cores: DraftCores | None = None
     ):
         self.channel, self.model, self.drafts = channel, model, Drafts()
         self.cores = cores or DraftCores()
-        self.prefix: VerifiedPrefix | None = None  # of the last call, which the next call may continue
+        self.calls: dict[int, Call] = {}  # by their sessions; whose preparation has waited longest is first
+        self.prefix: VerifiedPrefix | None = None  # of the call that ended last, which the next call may continue
         self.kept = KeptPrefixes()  # of rows of running batches
         self.weights, self.weights_version = weights, 0 if weights is None else weights["version"]
-        self.speculator: Speculator | None = None  # of the call, if there is one
-        self.translation: Translation | None = None  # for calls whose tokenizers differ
-        self.session = self.round = 0
+        self.translation: Translation | None = None  # the last one that came, for calls whose tokenizers differ
 
     @torch.inference_mode()
     def serve(self) -> None:
         """Serves calls until the target's process has ended, which raises [`PeerLost`]."""
         while True:
-            message = Message(Kind.ERROR)  # errors belong to no call until a message was read
+            number = round_ = 0  # errors belong to no call until a message was read
             try:
-                self.channel.awake = 0.0 if self.speculator is None or self.cores.are_taken_in_turn else AWAKE
-                message = self.channel.receive(None)
-                self.handle(message)
+                growing = self.growing
+                if growing is not None and not self.channel.has_arrived():
+                    number, round_ = growing.number, growing.round
+                    self.grow(growing)
+                else:
+                    self.channel.awake = 0.0 if not self.calls or self.cores.are_taken_in_turn else AWAKE
+                    message = self.channel.receive(None)
+                    number, round_ = message.session, message.round
+                    self.handle(message)
+                    self.channel.expect()
             except PeerLost:
                 raise
             except Exception:
-                self.speculator = self.prefix = None
-                self.channel.send(Message(Kind.ERROR, message.session, message.round, traceback.format_exc()))
+                self._give_up(number)
+                self.channel.send(Message(Kind.ERROR, number, round_, traceback.format_exc()))
+
+    @property
+    def growing(self) -> Call | None:
+        """The call whose preparation goes on next."""
+        return next((call for call in self.calls.values() if call.passes is not None), None)
+
+    def grow(self, call: Call) -> None:
+        self.calls[call.number] = self.calls.pop(call.number)  # the others come first now
+        call.grow()
 
     def handle(self, message: Message) -> None:
         """Drops messages of a call that failed or was interrupted."""
-        is_of_call = message.session == self.session and self.speculator is not None
+        call = self.calls.get(message.session)
+        is_of_call = call is not None
         match message.kind:
             case Kind.START:
                 self._start(message)
             case Kind.JOIN if is_of_call:
-                self._join(message)
+                self._join(call, message)
             case Kind.OUTCOME if is_of_call:
-                self._answer(message)
+                self._answer(call, message)
             case Kind.SPECULATION if is_of_call:
-                self._take_proposals(message)
+                self._take_proposals(call, message)
             case Kind.END if is_of_call:
-                self._end()
+                self._end(call)
 
     # ---------------------------------------------------------------- between calls
 
     def _start(self, message: Message) -> None:
-        self.speculator = None
         own = self.model.config.get_text_config(decoder=True).vocab_size
         request = SessionRequest.from_dict(message.payload, self.translation, own)
-        self.cores.begin_call(request.has_half)  # the target reads the prompts too
-        self.translation, rows = request.translation or self.translation, len(request.prompts)
-        longest = request.generation_config.max_length or 0
-        features = rows * longest * DraftInfo.of(self.model.config).target_width
-        self.channel.make_room(rows, request.vocab_size, features)
-        self.session, self.round = message.session, -1
+        self.translation = request.translation or self.translation
+        self._make_room(len(request.prompts), request.vocab_size, request.generation_config)
         if request.weights_version != self.weights_version:
             self._take_new_weights(request.weights_version)
         request.kept = self.kept
-        self.speculator = self.drafts.speculator(self.model, request, self.prefix)
-        self.prefix = self.speculator.drafter.prefix
-        self.speculator.begin()
-        self._prepare(request.plan)
+        earlier, self.prefix = self.prefix, None
+        speculator = self.drafts.speculator(self.model, request, earlier)
+        call = self.calls[message.session] = Call(message.session, speculator, request)
+        self._share_cores()  # the target reads the prompts too
+        speculator.begin()
+        self._prepare(call, request.plan)
+
+    def _make_room(self, rows: int, vocab_size: int, options: GenerationConfig) -> None:
+        """Allows the largest messages of rows with these options: distributions, and features of all tokens."""
+        features = rows * (options.max_length or 0) * DraftInfo.of(self.model.config).target_width
+        self.channel.make_room(rows, vocab_size, features)
 
     def _take_new_weights(self, version: int) -> None:
         """Drops the keys and values of the previous weights, and copies the new weights to an accelerator."""
@@ -94,73 +142,85 @@ class DraftServer:
         if self.weights is not None and self.model.device.type != "cpu":  # a CPU model uses the shared memory itself
             copy_shared_weights(self.model, self.weights)
 
-    def _end(self) -> None:
-        self.speculator.end()
-        self.speculator = None
-        self.cores.divide(True)
+    def _end(self, call: Call) -> None:
+        del self.calls[call.number]
+        self._share_cores()
+        call.speculator.end()
+        if self.prefix is not None:
+            self.prefix.decoder.close()
+        self.prefix = call.speculator.drafter.prefix
+
+    def _give_up(self, number: int) -> None:
+        """Ends the call that has failed, or all calls if it is not known which one has."""
+        for one in [number] if number else list(self.calls):
+            self.calls.pop(one, None)
+        self._share_cores()
+
+    def _share_cores(self) -> None:
+        self.cores.serve([(call.has_half, call.mode != IN_TURN) for call in self.calls.values()])
 
     # ---------------------------------------------------------------- in a call
 
-    def _join(self, message: Message) -> None:
+    def _join(self, call: Call, message: Message) -> None:
         """Keeps the next tokens of a row until its outcome has been answered."""
-        wire.expect(message, Kind.JOIN, self.session, self.round)
-        rows, vocab_size = len(self.speculator.finished), self.speculator.drafter.vocab_size
+        wire.expect(message, Kind.JOIN, call.number, call.round)
+        rows, vocab_size = len(call.speculator.finished), call.speculator.drafter.vocab_size
         row, start, tokens, settings, seed = wire.read_join(message.payload, rows, vocab_size)
         options = None if settings is None else read_options(settings)
-        self.speculator.join(row, start, tokens, options, seed)
-        self.channel.expect()
+        if options is not None:
+            self._make_room(rows, vocab_size, options)
+        call.speculator.join(row, start, tokens, options, seed)
 
-    def _answer(self, message: Message) -> None:
-        outcome, plan = wire.read_outcome(message.payload, len(self.speculator.finished))
-        wire.expect(message, Kind.OUTCOME, self.session, self.round)
-        self.cores.divide(plan.mode != IN_TURN)
-        is_alone = self.speculator.num_workers == 1
-        outcome.states = self._receive_states
-        found = self.speculator.look_up(outcome, plan)
-        self._send(self.speculator.complete(found) if is_alone else found)
-        if self.speculator.drafter.reads_target:  # they come before any other message
-            self.speculator.catch_up()
-        if is_alone and not self.speculator.waits:
-            self._prepare(plan)
-        else:
-            self.channel.expect()
+    def _answer(self, call: Call, message: Message) -> None:
+        speculator = call.speculator
+        outcome, plan = wire.read_outcome(message.payload, len(speculator.finished))
+        wire.expect(message, Kind.OUTCOME, call.number, call.round)
+        call.mode = plan.mode
+        self._share_cores()
+        is_alone = speculator.num_workers == 1
+        outcome.states = lambda tokens, width: self._receive_states(call, tokens, width)
+        call.stop()
+        found = speculator.look_up(outcome, plan)
+        self._send(call, speculator.complete(found) if is_alone else found)
+        if speculator.drafter.reads_target:  # they come before any other message
+            speculator.catch_up()
+        if is_alone and not speculator.waits:
+            self._prepare(call, plan)
 
-    def _receive_states(self, tokens: int, width: int) -> torch.Tensor:
+    def _receive_states(self, call: Call, tokens: int, width: int) -> torch.Tensor:
         message = self.channel.receive(FEATURES_TIMEOUT)
-        wire.expect(message, Kind.FEATURES, self.session, self.round)
+        wire.expect(message, Kind.FEATURES, call.number, call.round)
         return wire.read_features(message.payload, tokens, width)
 
-    def _take_proposals(self, message: Message) -> None:
+    def _take_proposals(self, call: Call, message: Message) -> None:
         """Moves on to the tokens that are verified next, after drafting those that no worker has prepared if asked."""
-        wire.expect(message, Kind.SPECULATION, self.session, self.round)
-        drafter = self.speculator.drafter
-        told = wire.read_speculation(message.payload, len(self.speculator.finished), drafter.vocab_size)
+        wire.expect(message, Kind.SPECULATION, call.number, call.round)
+        speculator, drafter = call.speculator, call.speculator.drafter
+        told = wire.read_speculation(message.payload, len(speculator.finished), drafter.vocab_size)
         if not told.record.lookahead:
-            self.speculator.take_speculation(padded(told.tokens, told.width), told.record.sources)
+            speculator.take_speculation(padded(told.tokens, told.width), told.record.sources)
         else:
             if drafter.uses_q:  # the target has the distributions of these tokens
                 shape = len(told.tokens), told.width, drafter.vocab_size
                 told.probabilities = torch.zeros(shape, dtype=torch.float32, device=self.model.device)
-            self._send(self.speculator.complete(told, told.record.lookahead))
-            if self.speculator.waits:
-                return self.channel.expect()
-        self._prepare(self.speculator.plan)
+            self._send(call, speculator.complete(told, told.record.lookahead))
+            if speculator.waits:
+                return
+        self._prepare(call, speculator.plan)
 
-    def _prepare(self, plan: Plan) -> None:
-        """Grows branches, and looks between two passes whether the next message has arrived."""
-        self.round += 1
-        self.channel.expect()
-        self.speculator.prepare(plan, self.channel.has_arrived)
+    def _prepare(self, call: Call, plan: Plan) -> None:
+        self.channel.expect()  # the next message may arrive while the outcomes are chosen
+        call.prepare(plan)
 
-    def _send(self, speculation: Speculation) -> None:
+    def _send(self, call: Call, speculation: Speculation) -> None:
         """Sends the tokens, with which the target starts, and then their distributions, which it needs later."""
-        drafter, announced = self.speculator.drafter, None
+        drafter, announced = call.speculator.drafter, None
         if drafter.uses_q and speculation.width:
             shape = (len(speculation.tokens), speculation.width, drafter.vocab_size)
             to_come = wire.probabilities_to_come(shape, speculation.support)
             announced = Message(Kind.PROBABILITIES, payload=to_come)
         payload = wire.write_speculation(speculation)
-        self.channel.send(Message(Kind.SPECULATION, self.session, self.round, payload, announces=announced))
+        self.channel.send(Message(Kind.SPECULATION, call.number, call.round, payload, announces=announced))
         if announced is not None:  # not packed before, because packing may copy megabytes from a GPU
-            q = self.speculator.distributions(speculation)[:, : speculation.width]
+            q = call.speculator.distributions(speculation)[:, : speculation.width]
             self.channel.send_announced(wire.write_probabilities(q, speculation.support))

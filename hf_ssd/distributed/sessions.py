@@ -139,8 +139,9 @@ class DraftSession:
     """
     A link to the draft, for the length of a generate() call. A round is `send_outcome`, `receive_speculation`, and when
     sampling `receive_probabilities`, in this order. Each may raise [`DraftError`], and is not called again after it.
-    `close` is called once, whatever happened before.
+    `close` follows, whatever happened before, and may be called more than once.
 
+    - `begin()` sends the request. Nothing is to be closed before it.
     - `send_outcome(outcome, plan)` says which tokens were decided since the last answer, and how to answer and prepare
       now. The outcome of round 0 is the first token after the prompt.
     - `join(row, start, tokens, options, seed)`, before an outcome and only if the prompts of the request are empty,
@@ -154,23 +155,24 @@ class DraftSession:
       drawn from, or `None` if they are lost. It is not called for a speculation without tokens.
     """
 
+    def begin(self) -> None:
+        """A draft in this process begins when it is made."""
+
 
 class WorkerSession(DraftSession):
     """
-    A call with a single worker at rest. Sends and receives with a deadline, drops late messages, and knows whether the
-    worker can be used again.
+    A call with a single worker, which may serve other calls at the same time. Sends and receives with a deadline, drops
+    late messages, and knows whether the worker can be used again.
     """
 
     def __init__(self, worker, number: int, request: SessionRequest):
-        self.worker, self.number, self.timeout = worker, number, request.config.timeout
-        worker.is_in_call = True
+        self.channel, self.takes_cores = worker.channel, worker.worker_info.get("takes_cores")
+        self.number, self.request, self.timeout = number, request, request.config.timeout
         self.rows, self.vocab_size, self.round = len(request.prompts), request.vocab_size, -1
-        self.is_reusable = True
-        worker.channel.make_room(self.rows, self.vocab_size)
-        values = request.to_dict()
-        if request.translation is not None and worker.translation is not request.translation:
-            worker.translation, values["translation"] = request.translation, request.translation.to_tensor()
-        worker.channel.send(Message(Kind.START, number, payload=values))
+        self.is_reusable, self.awake = True, AWAKE
+
+    def begin(self) -> None:
+        self.channel.start(self.number, self.request)
 
     def join(self, row: int, start: int, tokens: list[int], options: GenerationConfig | None, seed: int) -> None:
         settings = None if options is None else settings_of(options)
@@ -178,8 +180,7 @@ class WorkerSession(DraftSession):
 
     def send_outcome(self, outcome: Outcome, plan: Plan) -> None:
         self.round += 1
-        takes_our_cores = plan.mode == IN_TURN and self.worker.worker_info.get("takes_cores")
-        self.worker.channel.awake = 0.0 if takes_our_cores else AWAKE
+        self.awake = 0.0 if plan.mode == IN_TURN and self.takes_cores else AWAKE
         states, announced = outcome.states, None
         if states is not None and len(states):  # the outcome leaves first, and the states are copied after it
             states = states.float() if states.dtype == torch.float64 else states
@@ -192,11 +193,8 @@ class WorkerSession(DraftSession):
         self._send(Kind.SPECULATION, wire.write_speculation(told))
 
     def _send(self, kind: Kind, payload: list, announced: Message | None = None, ahead: int = 0) -> None:
-        self.is_reusable = False  # until the message is sent: an interrupt may leave half of it
-        self.worker.channel.send(Message(kind, self.number, self.round + ahead, payload, announces=announced))
-        if announced is not None:
-            self.worker.channel.send_announced(announced.payload)
-        self.is_reusable = True
+        message = Message(kind, self.number, self.round + ahead, payload, announces=announced)
+        self.channel.send(message, None if announced is None else announced.payload)
 
     def receive_speculation(self, timeout: float | None = None) -> Speculation:
         self.speculation = self._receive(Kind.SPECULATION, timeout, wire.read_speculation, self.rows, self.vocab_size)
@@ -215,12 +213,10 @@ class WorkerSession(DraftSession):
         self.is_reusable = False  # until the worker has answered
         try:
             while True:
-                message = self.worker.channel.receive(max(0.0, deadline - time.monotonic()))
+                message = self.channel.receive(self.number, max(0.0, deadline - time.monotonic()), self.awake)
                 is_error = message.kind == Kind.ERROR
-                if message.session == self.number and (message.round >= self.round or is_error):
+                if message.round >= self.round or is_error:
                     break
-                if is_error and not message.session:
-                    break  # the worker could not read a message, so it does not know the call
             if is_error:
                 traceback = str(message.payload)
                 self.is_reusable = "CUDA error" not in traceback  # after a CUDA error, the device fails in that process
@@ -232,18 +228,17 @@ class WorkerSession(DraftSession):
         except TimeoutError:
             raise DraftError(f"The draft worker did not answer within {self.timeout:g} s.") from None
         except PeerLost as error:
-            raise DraftError(f"The draft worker has ended. {self.worker.stderr_tail()}".strip()) from error
-        self.worker.channel.expect()  # the next message may arrive while the target computes
+            tail = self.channel.process.stderr_tail()
+            raise DraftError(f"The draft worker has ended. {tail}".strip()) from error
+        except KeyboardInterrupt:
+            self.is_reusable = self.channel.is_shared  # the other calls notice it if the worker hangs
+            raise
         self.is_reusable = True
         return result
 
     def close(self) -> None:
-        """Leaves the worker at rest, or kills it if it cannot be used again; the next call then starts another."""
-        if self.is_reusable and self.worker.is_alive:
-            self.worker.channel.send(Message(Kind.END, self.number))
-        else:
-            self.worker.kill()
-        self.worker.is_in_call = False
+        """Leaves the worker at rest, or ends it if it cannot be used again; the next call then starts another."""
+        self.channel.leave(self.number, self.is_reusable)
 
 
 # ---------------------------------------------------------------- a draft in this process

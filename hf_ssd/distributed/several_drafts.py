@@ -33,6 +33,9 @@ class SeveralDrafts(DraftSession):
         shares = [dataclasses.replace(request, worker_index=i, num_workers=len(workers)) for i in range(len(workers))]
         self.sessions = [WorkerSession(worker, number, share) for worker, share in zip(workers, shares)]
 
+    def begin(self) -> None:
+        self._each(lambda session: session.begin())
+
     def join(self, *row) -> None:
         self._each(lambda session: session.join(*row))
 

@@ -55,6 +55,7 @@ class Channel:
         # What is being received: the next frame, or the payload of a message.
         self.pending: tuple[dist.Work, torch.Tensor, Message | None] | None = None
         self.announced: Message | None = None  # the message whose payload comes next, if its header has come
+        self.is_waiting = False  # while it is set, an exception has lost nothing of what comes
         self.promised: Message | None = None  # by the last message that was sent
 
     def make_room(self, rows: int, vocab_size: int, features: int = 0) -> None:
@@ -104,8 +105,9 @@ class Channel:
             if self.pending is None:
                 self.expect()
             work, tensor, message = self.pending
+            self.is_waiting = True
             wait(work, deadline, self.awake)
-            self.pending = None
+            self.is_waiting, self.pending = False, None
             is_frame = message is None
             if is_frame:
                 message = unpack(tensor, self.largest)

@@ -16,6 +16,7 @@ from transformers.utils import logging
 from . import wire
 from .meeting import check_file, join, prove, take_standard_streams
 from .sessions import DraftError
+from .shared_channel import SharedChannel
 from .transport import Channel, PeerLost, keep_when_forked
 from .wire import Kind
 
@@ -113,10 +114,11 @@ class WorkerProcess:
     def __init__(self, launch: Callable, timeout: float):
         # Starts a process, and returns it (a `Child` or a `SupervisedChild`) and where it meets this process.
         self.launch, self.timeout = launch, timeout
-        self.process = self.channel = self.thread = self.translation = None
+        self.process = self.thread = None
+        self.channel: SharedChannel | None = None
         self.error: DraftError | None = None  # of the last start, until a call was told; then the worker `is_lost`
         self.worker_info: dict = {}  # see `run` in worker.py, where it is made
-        self.is_lost = self.is_cancelled = self.is_in_call = False
+        self.is_lost = self.is_cancelled = False
 
     @property
     def is_starting(self) -> bool:
@@ -125,21 +127,18 @@ class WorkerProcess:
     @property
     def is_alive(self) -> bool:
         """Whether the worker is connected and its process runs."""
-        return self.channel is not None and self.process.is_running
+        channel = self.channel  # another thread may replace it
+        return channel is not None and channel.is_alive
 
     @property
     def is_ready(self) -> bool:
         return not self.is_starting and self.is_alive
-
-    def stderr_tail(self) -> str:
-        return self.process.stderr_tail()
 
     # ---------------------------------------------------------------- the start
 
     def begin(self) -> None:
         """Starts a process, and returns at once."""
         self.kill()
-        self.translation = None
         self.thread = threading.Thread(target=self._start, daemon=True)
         self.thread.start()
 
@@ -174,14 +173,16 @@ class WorkerProcess:
             time.sleep(POLL)
         store.set(TARGET_IS_HERE, "yes")
         try:
-            self.channel = self._connected(store, meeting["hostname"])
-            prove(self.channel, bytes.fromhex(meeting["secret"]))
+            channel = self._connected(store, meeting["hostname"])
+            self.channel = SharedChannel(channel, self.process)
+            prove(channel, bytes.fromhex(meeting["secret"]))
         except RuntimeError as error:
-            raise DraftError(f"The draft worker did not connect: {error}\n{self.stderr_tail()}") from error
+            tail = self.process.stderr_tail()
+            raise DraftError(f"The draft worker did not connect: {error}\n{tail}") from error
         message = None
         while message is None:
             try:
-                message = self.channel.receive(timeout=0.2)
+                message = channel.receive(timeout=0.2)
             except TimeoutError:
                 self._check_start()
             except PeerLost:
@@ -219,29 +220,25 @@ class WorkerProcess:
             raise DraftError("The draft worker was not ready in time.")
 
     def _early_end(self) -> DraftError:
-        written = self.stderr_tail()
+        written = self.process.stderr_tail()
         cause = written.rpartition("\n")[2] or "it wrote nothing"  # the last line names an uncaught exception
         return DraftError(f"The draft worker ended while it started: {cause}\n{written}".strip())
 
     # ---------------------------------------------------------------- the end
 
-    def end(self) -> None:
-        """Ends the process at once. The call that uses the channel must close it. May be called more than once."""
+    def kill(self) -> None:
+        """Ends the process at once, and the channel, which its last session closes. May be called more than once."""
         if self.process is not None:
             self.process.end()
-
-    def kill(self) -> None:
-        """Ends the process and the channel at once. May be called more than once."""
-        self.end()  # first, because a channel to a live process cannot be closed
         if self.channel is not None:
             channel, self.channel = self.channel, None
-            channel.close()
-        self.is_in_call = False
+            channel.leave(0, is_reusable=False)  # the number of no session
 
     def cancel(self) -> None:
         """Ends the worker for good, even while it starts. May be called more than once."""
         self.is_cancelled = True
-        self.end()
+        if self.process is not None:
+            self.process.end()
         if self.is_starting and self.thread is not threading.current_thread():
             self.thread.join(CANCEL_TIMEOUT)  # the thread may use the channel
         self.kill()

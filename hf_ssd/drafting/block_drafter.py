@@ -16,8 +16,10 @@ class BlockPrefix(HeadPrefix):
     block = 1  # columns, from that of the last verified token on, which see each other
 
     def _texts(self, prompts):
-        self.skipped = [1] * len(prompts)  # a head has the state of a token in the next token's column
         return VerifiedPrefix._texts(self, prompts)
+
+    def _skips(self, prompt):
+        return 1  # a head has the state of a token in the next token's column
 
     def _decoder(self, model, continues, **options):
         return super()._decoder(model, continues, **{**options, "column_limit": None})  # blocks go beyond the text

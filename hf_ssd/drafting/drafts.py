@@ -72,7 +72,7 @@ class Drafts:
             request.num_workers,
             vocabulary,
         )
-        if request.kept is not None and not drafter.reads_target:
+        if request.keep_prefixes and not drafter.reads_target:  # other calls may run beside a running batch
             request.kept.begin(model, request.keep_prefixes)
             drafter.prefix.kept = request.kept
         place = {"worker_index": request.worker_index, "num_workers": request.num_workers}

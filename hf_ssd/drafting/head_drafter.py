@@ -18,6 +18,7 @@ class HeadPrefix(VerifiedPrefix):
 
     def __init__(self, model: Head, prompts, column_limit, earlier=None, vocabulary=None, **options):
         super().__init__(model, prompts, column_limit, earlier, vocabulary, **options)
+        self.skipped = list(map(self._skips, prompts))
         self.known = [0] * len(prompts)  # tokens of each row whose features have come
         self.shared = list(self.fed)  # first columns of each row that were fed in the previous call, with features
         self.goes_on = [True] * len(prompts)
@@ -29,8 +30,30 @@ class HeadPrefix(VerifiedPrefix):
                 self.states.values[row, :count] = earlier.states.values[row, :count]
 
     def _texts(self, prompts):
-        self.skipped = [int(len(prompt) > 1) for prompt in prompts]
-        return [self.vocabulary.to_draft(prompt[skipped:]) for prompt, skipped in zip(prompts, self.skipped)]
+        return [self.vocabulary.to_draft(prompt[self._skips(prompt) :]) for prompt in prompts]
+
+    def _skips(self, prompt: torch.LongTensor) -> int:
+        """Returns how many first tokens of a prompt no column holds as the second token of its pair."""
+        return int(len(prompt) > 1)
+
+    def read(self, row, start, tokens, is_all):
+        """Keeps the text of a row that joins. It is read once its features have come, with the row's first outcome."""
+        if start == 0:
+            self.known[row] = self.shared[row] = 0
+            self.states.values[row] = 0
+        super().read(row, start, tokens, is_all)
+
+    def _read(self, row, is_all):
+        if self.known[row]:
+            super()._read(row, is_all)
+        elif is_all:
+            prompt = self.ids.values[row, : self.lengths[row]]
+            (text,), self.skipped[row] = self._texts([prompt]), self._skips(prompt)
+            self.columns[row] = len(text)
+            self.inputs.values[row, : len(text)] = text
+
+    def _inputs_of(self, row, columns):
+        return self.decoder.view.inputs(super()._inputs_of(row, columns), self.states.values[row, columns])
 
     def _shared(self, earlier, row):
         return min(super()._shared(earlier, row), earlier.known[row] + 1 - earlier.skipped[row])
@@ -50,6 +73,8 @@ class HeadPrefix(VerifiedPrefix):
         afterwards.
         """
         counts = [n - 1 - known if more else 0 for n, known, more in zip(self.lengths, self.known, self.goes_on)]
+        if not any(counts):  # no features have come
+            return
         model = self.decoder.view
         states = states(sum(counts), model.config.target_width) if callable(states) else states
         fused = model.fuse(states.to(self.device))
@@ -60,6 +85,8 @@ class HeadPrefix(VerifiedPrefix):
                 self.states.values[row, first : first + counts[row]] = of_row
                 self.fed[row] = min(self.fed[row], max(first, self.shared[row]))
                 self.known[row] += counts[row]
+                if row in self.joining:
+                    self._read(row, is_all=True)
 
 
 class HeadDrafter(AutoregressiveDrafter):

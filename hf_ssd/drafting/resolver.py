@@ -45,8 +45,17 @@ class ResolvedDraft:
     @property
     def reads(self) -> tuple | None:
         """The layers of the target whose hidden states are read, and those whose keys and values are, if any are."""
-        info = self.info if self.fallback is None else DraftInfo.of(self.fallback.config)
+        info = self._reader
         return (info.target_layers, info.target_keys) if info is not None and info.target_layers else None
+
+    @property
+    def width(self) -> int:
+        """How many numbers of each token of the target are read."""
+        return 0 if self._reader is None else self._reader.target_width
+
+    @property
+    def _reader(self) -> DraftInfo | None:
+        return self.info if self.fallback is None else DraftInfo.of(self.fallback.config)
 
 
 def resolve(draft, target: PreTrainedModel, config: SSDConfig) -> ResolvedDraft:

@@ -8,7 +8,7 @@ these outcomes. When the real outcome arrives, it is looked up among them, and m
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import torch
 from transformers import GenerationConfig
@@ -31,7 +31,7 @@ from ..rounds import (
 )
 from .cache_shapes import CANDIDATES, CacheShape
 from .drafter import Drafter
-from .outcome_candidates import OutcomeCandidates
+from .outcome_candidates import UNUSED, OutcomeCandidates
 from .speculation_cache import SpeculationCache
 
 BETWEEN_LOOKS = 2e-5  # seconds
@@ -84,13 +84,26 @@ class Speculator:
 
     # ---------------------------------------------------------------- ahead of time
 
-    def prepare(self, plan: Plan, outcome_arrived: Callable[[], bool] = lambda: False) -> None:
-        """Drafts the next speculation for the likely outcomes of the current one, until the outcome arrives."""
+    def prepare(self, plan: Plan) -> None:
+        """Drafts the next speculation for the likely outcomes of the current one."""
+        for _ in self.passes(plan):
+            pass
+
+    def stop(self, passes: Iterator[None]) -> None:
+        """Ends a preparation before its last pass, because its outcome has come."""
+        if self.drafter.reads_target:  # where a branch is cut must not depend on time if it would go on in another way
+            for _ in passes:
+                pass
+        passes.close()
+
+    def passes(self, plan: Plan) -> Iterator[None]:
+        """As [`~Speculator.prepare`]. Yields when it has chosen the outcomes, and after each pass of their branches."""
         start, self.plan, self.preparing = time.perf_counter(), plan, RoundRecord()
         self.catch_up()
         self._read_joining()
         # The shape has learned from all rounds but the last at each choice, whether there was time to spare or not.
         self._learn(keep=1)
+        growing = iter(())
         if plan.budget and self.drafter.prefix.rows:
             # 1. Choose the outcomes.
             accepted, bonus = self._choose(plan)
@@ -98,19 +111,20 @@ class Speculator:
             self.preparing.prepared_at, self.preparing.choose_seconds = start, since(start)
             self.preparing.budget = self._budget(plan)
 
-            # 2. Grow all branches together, pass by pass.
-            start, growing = time.perf_counter(), self.drafter.grow(accepted, bonus, plan)
-            # Where a branch is cut must not depend on time if it would go on in another way.
-            is_cut = (lambda: False) if self.drafter.reads_target else outcome_arrived
-            while not is_cut() and (grown := next(growing, ())) != ():
-                if grown is None:
-                    time.sleep(BETWEEN_LOOKS)
-                    continue
+            growing = self.drafter.grow(accepted, bonus, plan)
+
+        # 2. Grow all branches together, pass by pass.
+        start = time.perf_counter()
+        yield
+        for grown in growing:
+            if grown is None:
+                time.sleep(BETWEEN_LOOKS)
+            else:
                 self.prepared.append(*grown)
                 self.preparing.passes += 1
             self.preparing.grow_seconds = since(start)
-        if not outcome_arrived():
-            self._learn()
+            yield
+        self._learn()
 
     def _read_joining(self) -> None:
         for row, start, tokens, options, seed in self.joining:
@@ -127,7 +141,9 @@ class Speculator:
         self.candidates = self.drafter.candidates(from_fallback, max(budget, CANDIDATES))
         fan_outs = self.shape.fan_outs(self.candidates, budget)
         fewest = self.drafter.prefix.decoder.fewest_tokens
-        return self.candidates.outcomes(fan_outs, self.worker_index, self.num_workers, fewest)
+        accepted, bonus = self.candidates.outcomes(fan_outs, self.worker_index, self.num_workers, fewest)
+        rows = self.drafter.prefix.rows  # others are finished, or will be read once features of their texts have come
+        return [of_row if row in rows else [UNUSED] * len(of_row) for row, of_row in enumerate(accepted)], bonus
 
     def _budget(self, plan: Plan) -> int:
         """Returns the outcomes of each row to prepare: those of the plan, if there is memory for their states."""

@@ -59,7 +59,7 @@ class VerifiedPrefix:
         if earlier is not None and continues is None:
             earlier.decoder.close()
         self.decoder = self._decoder(model, continues, column_limit=column_limit, **options)
-        self.joining: dict[int, JoiningRow] = {}  # rows whose text is being read
+        self.joining: dict[int, JoiningRow | None] = {}  # rows whose text is being read, or comes next
         self.rows_join = not any(self.lengths)
         self.kept = KeptPrefixes()
         if self.rows_join:
@@ -94,6 +94,7 @@ class VerifiedPrefix:
         the passes.
         """
         if start == 0:
+            self.joining[row] = None
             self.fed[row] = self.lengths[row] = self.columns[row] = 0
         new = from_host(tokens, self.device)
         for store, text, end in (
@@ -105,17 +106,24 @@ class VerifiedPrefix:
             end[row] += len(text)
         if is_all and not self.columns[row]:
             self.columns[row] = 1  # the draft has no tokens for this text; it gets some token
-        text = self.inputs.values[row, : self.columns[row] - is_all]
-        if start == 0:
-            rows = range(len(self.fed)) if self.kept.most else ()
-            live = {other: self._fed(other)[: len(text)].tolist() for other in rows if self.fed[other]}
-            self.joining[row] = self.kept.reader(text.tolist(), self.decoder, live)
-        reader = self.joining[row]
-        reader.read(text[reader.length :])
+        self._read(row, is_all)
+
+    def _read(self, row: int, is_all: bool) -> None:
+        """Reads the next columns of a row that joins, all but the last one if the row then takes part in the passes."""
+        reader, end = self.joining[row], self.columns[row] - is_all
+        if reader is None:
+            rows, text = range(len(self.fed)) if self.kept.most else (), self.inputs.values[row, :end].tolist()
+            live = {other: self._fed(other)[:end].tolist() for other in rows if self.fed[other]}
+            reader = self.joining[row] = self.kept.reader(text, self.decoder, live)
+        reader.read(self._inputs_of(row, slice(reader.length, end)))
         if is_all:
             reader.join(row)
             del self.joining[row]
             self.fed[row] = reader.length
+
+    def _inputs_of(self, row: int, columns: slice) -> torch.Tensor:
+        """Returns the model's inputs in some columns of a row."""
+        return self.inputs.values[row, columns]
 
     def _fed(self, row: int) -> torch.LongTensor:
         """Returns the verified tokens of a row whose columns are in the cache."""

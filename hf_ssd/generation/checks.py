@@ -205,10 +205,9 @@ def check_generation(
         )
 
 
-def check_joining(model: PreTrainedModel, resolved: ResolvedDraft) -> None:
+def check_joining(model: PreTrainedModel) -> None:
     """Raises `ValueError` for models whose rows cannot join."""
     for is_found, reason in (
-        (resolved.reads, "a draft that reads hidden states of its target"),
         (is_compiled(model), "a compiled target"),
         (is_flash_attention(model), 'flash attention, which reads no 4D masks; load the target with "sdpa"'),
         (attached_to(model).may_depend_on_rows, "hooks that may depend on the rows of a batch"),

@@ -60,8 +60,8 @@ class ContinuousBatching:
 
     Args:
         model (`PreTrainedModel`): The target, in one process.
-        assistant_model (*optional*): The draft, as in [`SSDGenerationMixin.generate`], but none that reads hidden
-            states. By default the draft and the settings that the model was enabled with.
+        assistant_model (*optional*): The draft, as in [`SSDGenerationMixin.generate`]. By default the
+            draft and the settings that the model was enabled with.
         ssd_config ([`SSDConfig`] or `dict`, *optional*): Settings of all requests.
         max_rows (`int`): Requests that are decoded at a time. The others wait in the order in which they came.
         prefill_chunk (`int`): Tokens of a prompt that are read between two rounds of other requests.
@@ -99,7 +99,7 @@ class ContinuousBatching:
             assistant_tokenizer = assistant_tokenizer or tokenizers.get("assistant_tokenizer")
         config = SSDConfig.from_dict(ssd_config) if isinstance(ssd_config, dict) else ssd_config or SSDConfig()
         self.resolved = check_arguments(model, assistant_model, config, synced_gpus=None)
-        check_joining(model, self.resolved)
+        check_joining(model)
         config = dataclasses.replace(config, verification=COUPLED, cuda_graphs=False)
         if config.lookahead == 0:
             self.resolved = ResolvedDraft()
@@ -317,15 +317,15 @@ class ContinuousBatching:
     def _decode(self) -> None:
         """Decodes until no request is left, with a draft that is replaced when it has failed."""
         self.rows.kept.begin(self.model, self.keep_prefixes)
-        target = Target(self.model, self.config, self.rows)
-        target.begin(self.max_rows)
+        target = Target(self.model, self.config, self.rows, self.resolved.reads)
+        target.begin(self.max_rows, self.resolved.width)
         blank = torch.zeros(0, dtype=torch.long)
         with contextlib.closing(target), target.view._optimize_model_for_decode():
             while not self.is_closing and (self.rows.waiting or self.rows.live or self.rows.reading):
                 request = SessionRequest(
                     self.config, GenerationConfig(), [blank] * self.max_rows, 0, self.vocab_size, self.translation
                 )
-                request.forced = self.rows.forced
+                request.forced, request.head = self.rows.forced, self.resolved.fallback
                 request.keep_prefixes, request.kept = self.keep_prefixes, self.kept_of_draft
                 cores = target_cores(self.worker, self.model)
                 planner, self.rows.planned_rows = self._planner(1), 0

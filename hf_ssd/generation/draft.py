@@ -8,7 +8,6 @@ from transformers import GenerationConfig
 from transformers.utils import logging
 
 from ..cache.support import last_position_limit
-from ..distributed.assistant import Turn
 from ..distributed.sessions import DraftError, DraftSession, LocalSession, SessionRequest
 from ..planning.planner import Planner
 from ..rounds import AHEAD, IN_TURN, PLAIN, Outcome, Speculation
@@ -34,7 +33,7 @@ class FaultTolerantDraft:
         self.assistant, self.model, self.request, self.planner = assistant, model, request, planner
         self.device, self.ranks, self.cores = device, ranks, cores
         self.decides = ranks.is_leader  # on outcomes
-        self.process, self.turn = os.getpid(), Turn()
+        self.process = os.getpid()
         self.session: DraftSession | None = None
         self.is_local = self.is_asked = False
         self.texts = [prompt.tolist() for prompt in request.prompts]  # the verified tokens of each row
@@ -65,13 +64,11 @@ class FaultTolerantDraft:
         """Begins the call, waiting up to `patience` seconds for a worker. [`~FaultTolerantDraft.close`] must follow."""
         if not self.decides:
             return
-        if self.assistant is not None and self.assistant.serves(self.turn.thread):
-            self.assistant = None  # within a call that it serves: drafts in turn, or decodes plainly
         if self.assistant is not None:
-            self._attempt(self.assistant.begin_call, self.turn, self.request.config.timeout, patience)
+            self._attempt(self.assistant.begin_call, patience)
         if self.request.translation is not None:
             self._attempt(check_coverage, self.request.translation, self.request.prompts)
-        self.planner.begin_call()  # not before, because another thread's call may have measured the pair meanwhile
+        self.planner.begin_call()  # not before, because the call may have waited, and others have measured the pair
         self._join()
         self.cores.divide(self._worker_starts)
 
@@ -87,7 +84,7 @@ class FaultTolerantDraft:
             return
         session = None
         if self._wants_worker:
-            session = self._attempt(self.assistant.open_session, self.turn, self._request_now, self.device)
+            session = self._attempt(self.assistant.open_session, self._request_now, self.device)
         is_local = session is None and self.failure is None and not self.is_local and self.model is not None
         if is_local:
             session = self._attempt(LocalSession, self.model, self._request_now(in_turn=True))
@@ -95,6 +92,7 @@ class FaultTolerantDraft:
             if self.session is not None:
                 self.session.close()
             self.session, self.is_local, self.is_asked = session, is_local, False
+            self._attempt(session.begin)
             self.told, self.read = list(map(len, self.texts)), [0] * len(self.texts)
             if self.is_running_batch:
                 self.told, self.seated = [0] * len(self.texts), set()
@@ -119,7 +117,7 @@ class FaultTolerantDraft:
     def join(self, row: int, tokens: list[int], options: GenerationConfig | None, seed: int) -> None:
         """Takes in the next tokens of the prompt of a row. It takes part from the round on that its `options` come."""
         if row not in self.joined:
-            self.texts[row], self.told[row] = [], 0
+            self.texts[row], self.told[row], self.read[row] = [], 0, 0
             self.seated.discard(row)
         self.texts[row] += tokens
         self.joined[row] = options, seed
@@ -136,7 +134,10 @@ class FaultTolerantDraft:
         for row in self.joined.keys() - self.seated:
             options, seed = self.joined[row]
             start, self.told[row] = self.told[row], len(self.texts[row])
-            self._attempt(self.session.join, row, start, self.texts[row][start:], options, seed)
+            new = row, start, self.texts[row][start:], options, seed
+            self._attempt(self.session.join, *new)
+            for proposer in self.proposers.fallbacks.values():
+                proposer.join(*new)
             if options is not None:
                 self.seated.add(row)
             if self.session is None:
@@ -242,19 +243,14 @@ class FaultTolerantDraft:
 
     def close(self) -> None:
         """
-        Ends the call. May be called more than once; after an interrupt it must be called again. Workers that may have
-        received only part of a message are ended.
+        Ends the call. May be called more than once; after an interrupt it must be called again. A worker that may have
+        received only part of a message is ended.
         """
-        session, self.session = self.session, None
         self.cores.close()
-        if os.getpid() != self.process:
-            return  # forked in the middle of the call: the worker belongs to the parent process
-        try:
-            if session is not None:
-                session.close()
-        finally:
-            if self.assistant is not None:
-                self.assistant.end_call(self.turn)
+        # If this process was forked in the middle of the call, the worker belongs to the parent process.
+        if self.session is not None and os.getpid() == self.process:
+            self.session.close()
+        self.session = None
 
     def _attempt(self, step, *arguments):
         """Returns the result of a step with the draft, or `None` if that fails. Then the draft is given up."""

@@ -255,8 +255,7 @@ class RunningRows:
                 request.reader.read(torch.tensor(tokens[request.reader.length :], dtype=torch.long))
                 request.read = end
                 if is_all:
-                    request.reader.join(row)
-                    target.columns_before_ids[row] = -request.padding
+                    target.take_row(row, request.reader, request.padding)
                     self.live[row] = self.reading.pop(row)
                     request.reader = None
             except Exception as error:
@@ -283,7 +282,7 @@ class RunningRows:
         """Returns the next request that waits, unless the memory for its tokens is taken by rows that will end."""
         while self.waiting:
             request = self.waiting[0]
-            if not request.is_cancelled and self.live and not self._has_memory(request):
+            if not request.is_cancelled and (self.live or self.reading) and not self._has_memory(request):
                 return None
             self.waiting.popleft()
             if not request.is_cancelled:
@@ -293,9 +292,12 @@ class RunningRows:
 
     def _has_memory(self, request: Request) -> bool:
         """Whether the caches of target and draft, taken to be of one size, can grow to the columns of a request."""
-        cache, free = next(iter(self.live.values())).target.decoder.cache, devices.free_memory(self.device)
+        free = devices.free_memory(self.device)
+        if free is None or not self.live:  # how large a column is, is known once a row has joined
+            return free is None
+        cache = next(iter(self.live.values())).target.decoder.cache
         columns = (request.options.max_length or len(request.prompt)) - request.padding - cache.capacity
-        lacking = 0 if free is None else SPARE * columns * self.count * cache.bytes_of_a_column - free
+        lacking = SPARE * columns * self.count * cache.bytes_of_a_column - free
         return lacking <= 0 or self.kept.give_up(lacking)
 
     def _texts(self) -> dict[int, list[int]]:

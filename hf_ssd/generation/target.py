@@ -8,6 +8,7 @@ from ..cache.cache_name import CACHE, cache_argument
 from ..cache.cached_model import CachedModel, view_for_passes
 from ..cache.compiled import uncompiled
 from ..cache.hidden_states import HiddenStates, hooked_modules
+from ..cache.joining import JoiningRow
 from ..cache.passes import cached_model
 from ..cache.recurrent_cache import ragged_copy
 from ..cache.row_store import RowStore
@@ -35,14 +36,28 @@ class Target:
         self.hidden_states = HiddenStates(self.view, *reads) if reads else None
         self.states: Features | None = None
 
-    def begin(self, rows: int) -> None:
-        """Makes a cache for this many rows, all of which join later. [`~Target.close`] must follow."""
+    def begin(self, rows: int, width: int = 0) -> None:
+        """
+        Makes a cache for this many rows, all of which join later, and whose tokens have features of this `width`.
+        [`~Target.close`] must follow.
+        """
         limit = last_position_limit(self.model)
         cache = ragged_copy(DynamicCache(config=self.model.config.get_text_config(decoder=True)))
-        tokens = RowStore(torch.zeros(rows, 0, dtype=torch.long, device=devices.of_model(self.model)))
-        self.decoder = cached_model(self.model, cache, column_limit=limit, view=self.view, tokens=tokens)
+        device = devices.of_model(self.model)
+        tokens = RowStore(torch.zeros(rows, 0, dtype=torch.long, device=device))
+        options = {"column_limit": limit, "view": self.view, "hidden_states": self.hidden_states}
+        self.decoder = cached_model(self.model, cache, tokens=tokens, **options)
         self.decoder.cache.have_free_rows(rows)
         self.columns_before_ids = [0] * rows
+        if self.hidden_states is not None:
+            self.states = Features(torch.zeros(rows, 0, width, dtype=self.model.dtype, device=device), None, 0)
+
+    def take_row(self, row: int, reader: JoiningRow, padding: int) -> None:
+        """Lets a row that was left out join, with the features of the text that was read."""
+        reader.join(row)
+        self.columns_before_ids[row] = -padding
+        if self.states is not None:
+            self.states.take_row(row, reader.features)
 
     def prefill(self, settings: Settings, input_ids: torch.LongTensor, model_kwargs: dict) -> torch.Tensor:
         """
@@ -161,6 +176,13 @@ class Features(RowStore):
         # Columns of rejected tokens are written again before they are read.
         self.write(features.to(self.values).nan_to_num(0.0, 0.0, 0.0), self.lengths)
         self.lengths = [n + max(0, k + 1) for n, k in zip(self.lengths, accepted)]
+
+    def take_row(self, row: int, texts: list[torch.Tensor]) -> None:
+        """Begins a row anew with the features `(tokens, width)` of these parts of its text."""
+        self.lengths[row] = sum(map(len, texts))
+        if texts:
+            self.reserve(self.lengths[row])
+            self.values[row, : self.lengths[row]] = torch.cat(texts).to(self.values).nan_to_num(0.0, 0.0, 0.0)
 
     def between(self, starts: list[int], ends: list[int]) -> torch.Tensor:
         """Returns features `(tokens, width)`: those of each row from token `starts` to `ends`, row after row."""

@@ -22,7 +22,7 @@ class FixedPlan:
         self.plan = Plan(mode, config.lookahead, config.lookahead, budget, fallback_of(config))
 
     def begin_call(self) -> None:
-        """Begins the call, once it has its turn with the draft."""
+        """Begins the call, once it has waited for its draft."""
 
     def observe(self, before: RoundRecord, now: RoundRecord) -> None:
         """Is told of each round, with the round before it."""

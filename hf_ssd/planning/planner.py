@@ -50,7 +50,7 @@ class Planner:
         self.plan = self.first = self._plan_of(*first)
 
     def begin_call(self) -> None:
-        """Begins the call, once it has its turn with the draft."""
+        """Begins the call, once it has waited for its draft."""
         with self.lock:
             self._begin()
 

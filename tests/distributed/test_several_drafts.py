@@ -93,9 +93,10 @@ def test_a_worker_completes_less_than_it_has_prepared(draft):
     config, plan = hf_ssd.SSDConfig(lookahead=3, budget=BUDGET), Plan(AHEAD, 3, 3, BUDGET)
     worker = Loopback(draft)
     session = WorkerSession(worker, 1, SessionRequest(config, generation, prompts, 0, 97, plan=plan, num_workers=2))
+    session.begin()
     with torch.inference_mode():
         worker.work()
-        hit = worker.server.speculator.prepared.bonus[0][0]
+        hit = worker.server.calls[1].speculator.prepared.bonus[0][0]
         session.send_outcome(Outcome([[hit], [hit]]), Plan(AHEAD, 2, 2, BUDGET))
         found = session.receive_speculation()
         q = session.receive_probabilities()

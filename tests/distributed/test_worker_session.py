@@ -11,6 +11,7 @@ from transformers import GenerationConfig
 import hf_ssd
 from hf_ssd.distributed import wire
 from hf_ssd.distributed.sessions import SessionRequest, WorkerSession
+from hf_ssd.distributed.shared_channel import SharedChannel
 from hf_ssd.distributed.transport import DRAFT, broadcast
 from hf_ssd.distributed.wire import Kind, Message
 from hf_ssd.rounds import AHEAD, NOTHING, PREPARED, Outcome, Plan, RoundRecord, Speculation
@@ -29,14 +30,19 @@ class Line:
     """A session whose other end is played by the test."""
 
     def __init__(self):
-        (target, self.draft), self.killed = channel_ends(), False
-        worker = SimpleNamespace(channel=target, worker_info={"vocab_size": 9}, is_alive=True, stderr_tail=lambda: "")
-        worker.kill = lambda: setattr(self, "killed", True)
+        (self.target, self.draft), self.killed = channel_ends(), False
+        process = SimpleNamespace(is_running=True, stderr_tail=lambda: "", end=self.kill)
+        worker = SimpleNamespace(channel=SharedChannel(self.target, process), worker_info={"vocab_size": 9})
         request = SessionRequest(hf_ssd.SSDConfig(timeout=2.0), GenerationConfig(), [torch.tensor([1])] * ROWS, 0, 9)
         self.session = WorkerSession(worker, NUMBER, request)
+        self.session.begin()
         for _ in range(3):
             self.session.send_outcome(Outcome([[3], [4]]), Plan(AHEAD, 2, 2, 4))
         assert self.session.round == 2
+
+    def kill(self):
+        self.killed = True
+        self.draft.close()  # whose process has ended
 
     def say(self, kind=Kind.SPECULATION, session=NUMBER, round_=2, payload=None, change=None):
         payload = speculation([[1, 2], [3, round_]]) if payload is None else payload
@@ -52,7 +58,7 @@ def line():
     line = Line()
     yield line
     line.draft.close()
-    line.session.worker.channel.close()
+    line.target.close()
 
 
 def heard(line, *sayings):
@@ -104,7 +110,7 @@ def test_the_next_message_can_arrive_while_the_target_computes_also_in_greedy_ca
     heard(line, {})
     threading.Thread(target=line.say, daemon=True).start()
     deadline = time.monotonic() + 20
-    while not line.session.worker.channel.has_arrived():
+    while not line.target.has_arrived():
         assert time.monotonic() < deadline
 
 

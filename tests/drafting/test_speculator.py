@@ -17,6 +17,7 @@ from hf_ssd.drafting.verified_prefix import VerifiedPrefix
 from hf_ssd.generation.proposers.random_tokens import RandomFallback
 from hf_ssd.rounds import AHEAD, FINISHED, IN_TURN, NOTHING, PREPARED, PRIMARY, RANDOM, Outcome, Plan
 
+from ..helpers.preparing import prepare_until
 from ..helpers.tiny import VOCAB, tiny_model
 
 OPTIONS = {
@@ -103,7 +104,7 @@ def test_answers_are_the_same_prepared_or_just_in_time(options, family, pard_tok
             fresh = new_speculator(options, [text[:-1] for text in texts], family, pard_token)
             assert_same(first, fresh.answer(Outcome([text[-1:] for text in texts]), IN_TIME), used)
         drafted = first.tokens
-        ahead.prepare(PREPARES, interrupted_after(turn % 7))
+        prepare_until(ahead, PREPARES, interrupted_after(turn % 7))
     assert hits.count(True) >= 6 and hits.count(False) >= 6
 
 
@@ -132,7 +133,7 @@ def test_tokens_of_later_rounds_that_are_forgotten_are_noticed(monkeypatch):
 @torch.inference_mode()
 def test_a_branch_that_is_half_grown_is_finished_alone(steps, monkeypatch):
     speculator, expected = (new_speculator("sampled", PROMPTS[:1], fan_out="uniform") for _ in range(2))
-    speculator.prepare(PREPARES, interrupted_after(steps))
+    prepare_until(speculator, PREPARES, interrupted_after(steps))
     grown, passes = min(4, steps), passes_from_now_on(speculator, monkeypatch)
     told = prepared(speculator, 1)
     answer = speculator.answer(told, PREPARES)
@@ -155,7 +156,7 @@ def test_rows_that_hit_have_their_tokens_when_a_proposer_is_asked_for_the_others
     """The draft leaves the row that missed alone, and goes on when it is told the tokens that are verified."""
     plan = dataclasses.replace(PREPARES, fallback=RANDOM)
     speculator, in_time = (new_speculator("sampled", fan_out="uniform") for _ in range(2))
-    speculator.prepare(plan, interrupted_after(grown))
+    prepare_until(speculator, plan, interrupted_after(grown))
     bonus = [tokens[-1] for tokens in prepared(speculator, 0).tokens]
     bonus[1] = next(t for t in range(2, VOCAB) if t not in speculator.prepared.bonus[1])
     answer = speculator.answer(outcome(speculator, [0] * 3, bonus), plan)
@@ -189,7 +190,7 @@ def test_a_finished_row_makes_no_one_draft(options, fallback, steps, monkeypatch
     """Two rows missed, and a fallback serves them without the draft, or the draft does."""
     plan, speculator = dataclasses.replace(PREPARES, fallback=fallback), new_speculator(options, fan_out="uniform")
     speculator.answer(Outcome([[5], [6], [7]]), plan)
-    speculator.prepare(plan, interrupted_after(1))  # one token of each branch
+    prepare_until(speculator, plan, interrupted_after(1))  # one token of each branch
     cache = speculator.prepared
     known = {token for row in zip(cache.accepted, cache.bonus) for k, token in zip(*row) if k == 0}
     unprepared = next(token for token in range(2, VOCAB) if token not in known)

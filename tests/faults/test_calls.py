@@ -1,4 +1,4 @@
-"""One call: a draft that comes late, an interrupt at any line, other threads, and processes that were forked."""
+"""One call: a draft that comes late, an interrupt at any line, and processes that were forked."""
 
 import os
 import subprocess
@@ -140,7 +140,7 @@ def test_a_worker_that_starts_takes_no_time_from_the_call(target, fresh_python):
 class Interrupt:
     """Raises KeyboardInterrupt at the n-th line that is run in some files."""
 
-    FILES = ("distributed/assistant.py", "generation/draft.py")
+    FILES = ("distributed/assistant.py", "distributed/shared_channel.py", "generation/draft.py")
 
     def __init__(self, at):
         self.left, self.where = at, None
@@ -204,34 +204,6 @@ def test_closing_once_would_not_be_enough(target, draft, monkeypatch):
     monkeypatch.setattr(FaultTolerantDraft, "close", close)
     with DraftAssistant([ThreadWorker(draft)]) as assistant:
         assert next(interrupted_everywhere(target, assistant))
-
-
-# ---------------------------------------------------------------- other threads
-
-
-def test_a_call_waits_for_another_threads_call_no_longer_than_its_timeout(target, assistant, warnings):
-    ready(assistant)
-    holding, over = threading.Event(), threading.Event()
-
-    def hold():
-        holding.set()
-        assert over.wait(60)
-
-    slow = threading.Thread(target=call, args=[target, assistant, AtLength(15, hold)])
-    slow.start()
-    assert holding.wait(60)
-    try:
-        start = time.monotonic()
-        output = call(target, assistant, config={"timeout": 0.5})
-        assert time.monotonic() - start < 20
-        assert output.ssd_stats.draft_failure == "The draft was busy with another call for 0.5 s."
-        assert output.ssd_stats.draft_joined_at is None
-        with pytest.raises(hf_ssd.DraftError, match="busy with another call"):
-            call(target, assistant, config={"timeout": 0.5, "on_draft_failure": "raise"})
-    finally:
-        over.set()
-        slow.join(60)
-    assert call(target, assistant).ssd_stats.hit_rate > 0
 
 
 # ---------------------------------------------------------------- a draft in this process

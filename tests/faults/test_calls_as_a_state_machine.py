@@ -22,6 +22,7 @@ from hypothesis.stateful import run_state_machine_as_test as run_machine
 import hf_ssd
 from hf_ssd.distributed import launch
 from hf_ssd.distributed.assistant import DraftAssistant
+from hf_ssd.distributed.sessions import WorkerSession
 from hf_ssd.distributed.worker_process import Child
 from hf_ssd.generation import deciding
 from hf_ssd.stats import SSDStats
@@ -111,7 +112,6 @@ class Calls(RuleBasedStateMachine):
         # A call may have to be told of a start that failed, or find that a worker was killed a moment ago; the next one
         # starts another worker.
         for _ in range(3):
-            assert not self.assistant.turn  # getting ready would wait for the call whose turn it is
             ready(self.assistant)
             stats = self.call(rows, FIXED)
             if stats.draft_joined_at == 0 and stats.draft_failure is None:
@@ -181,7 +181,7 @@ class Calls(RuleBasedStateMachine):
         def second():
             assert reached.wait(60)
             try:
-                return self.call(rows, config, timeout=0.2)
+                return self.call(rows, config)
             finally:
                 over.set()
 
@@ -227,7 +227,8 @@ class Calls(RuleBasedStateMachine):
     @invariant()
     def nothing_is_left_behind(self):
         assert len(workers()) <= (0 if self.closed else 1)
-        assert not self.assistant.turn  # it is no call's turn
+        channels = [worker.channel for worker in self.assistant.workers if worker.channel is not None]
+        assert not any(channel.inboxes for channel in channels)  # no session is open
 
 
 def run(examples, steps):
@@ -273,12 +274,12 @@ def test_a_thousand_steps():
     "where, what, mistake",
     [
         pytest.param(deciding, "verify_greedy", accepts_one_too_many, marks=pytest.mark.slow),
-        (DraftAssistant, "end_call", lambda self, turn: None),
+        (WorkerSession, "close", lambda self: None),
         pytest.param(DraftAssistant, "_restart", lambda self: None, marks=pytest.mark.slow),
     ],
 )
 def test_mistakes_are_noticed(monkeypatch, where, what, mistake):
-    """The mutants: verification accepts one too many, a turn never ends, a worker that has ended is not replaced."""
+    """The mutants: verification accepts one too many, a session never ends, a worker that has ended is not replaced."""
     monkeypatch.setattr(where, what, mistake)
     with pytest.raises((AssertionError, ValueError, Flaky)):  # flaky: another example has left behind what is wrong
         run(examples=40, steps=8)

@@ -10,9 +10,10 @@ from transformers import GenerationConfig
 
 import hf_ssd
 from hf_ssd.distributed.cores import TargetCores
-from hf_ssd.distributed.draft_server import DraftServer
+from hf_ssd.distributed.draft_server import Call, DraftServer
 from hf_ssd.distributed.sessions import SessionRequest, WorkerSession
 from hf_ssd.distributed.several_drafts import SeveralDrafts
+from hf_ssd.distributed.shared_channel import SharedChannel
 from hf_ssd.distributed.target_ranks import TargetRanks
 from hf_ssd.drafting.speculation_cache import SpeculationCache
 from hf_ssd.drafting.speculator import Speculator
@@ -81,7 +82,7 @@ class RuleDrafter:
 class RuleSpeculator(Speculator):
     """Prepares an outcome for each accepted count, of which some come, and grows the branches as far as time allows."""
 
-    def prepare(self, plan, outcome_arrived=lambda: False):
+    def passes(self, plan):
         self.plan, self.preparing = plan, RoundRecord(budget=plan.budget)
         self.catch_up()
         if not plan.budget:
@@ -94,27 +95,29 @@ class RuleSpeculator(Speculator):
         branches = [[continued([*start, token], grown) for start, token in zip(*row)] for row in zip(starts, bonus)]
         self.prepared.append(branches, None, None)
         self.candidates = SimpleNamespace(ranks=lambda accepted, bonus: [0] * len(bonus))
+        yield
 
     def _learn(self, keep=0):
         pass
 
 
 class Worker:
-    is_alive, worker_info, translation = True, {}, None
+    is_running, worker_info = True, {}
 
     def __init__(self, chance):
-        self.chance, self.channel = chance, PackingChannel()
-        self.server, self.channel.while_waiting = DraftServer(self.channel.other, None), self.work
+        self.chance, self.end = chance, PackingChannel()
+        self.channel = SharedChannel(self.end, self)
+        self.server, self.end.while_waiting = DraftServer(self.end.other, None), self.work
 
     def begins(self, request, index, workers):
         speculator = RuleSpeculator(RuleDrafter(request.prompts), None, None, None, index, workers)
-        self.server.speculator, self.server.session, self.server.round = speculator, 1, 0
-        speculator.chance = self.chance
-        self.channel.other.incoming.clear()  # what a worker would make a speculator of
+        call = self.server.calls[1] = Call(1, speculator, request)
+        speculator.chance, call.round = self.chance, 0
+        self.end.other.incoming.clear()  # what a worker would make a speculator of
 
     def work(self):
-        while self.channel.other.incoming:
-            self.server.handle(self.channel.other.receive(0.0))
+        while self.end.other.incoming:
+            self.server.handle(self.end.other.receive(0.0))
 
 
 class Assistant:
@@ -123,21 +126,21 @@ class Assistant:
     def __init__(self, workers):
         self.workers = workers
 
-    def serves(self, thread):
-        return False
-
-    def begin_call(self, *_):
+    def begin_call(self, patience):
         pass
 
-    def end_call(self, turn):
-        pass
-
-    def open_session(self, turn, request, device):
+    def open_session(self, request, device):
         request, count = request(), len(self.workers)
         kind, workers = (WorkerSession, self.workers[0]) if count == 1 else (SeveralDrafts, self.workers)
         session = kind(workers, 1, request)
-        for index, worker in enumerate(self.workers):
-            worker.begins(request, index, count)
+        begin = session.begin
+
+        def begins():
+            begin()
+            for index, worker in enumerate(self.workers):
+                worker.begins(request, index, count)
+
+        session.begin = begins
         return session
 
 
@@ -201,7 +204,7 @@ def run_calls(workers, fallback, calls=30):
             modes |= {speculation.record.mode} if NGRAM in speculation.record.sources else set()
             for worker in assistant.workers if draft.is_asked and draft.session is not None else ():
                 worker.work()
-                speculator = worker.server.speculator
+                speculator = worker.server.calls[1].speculator
                 speculator.catch_up()
                 for row in live:
                     assert speculator.drafter.texts[row] == texts[row]

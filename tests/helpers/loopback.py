@@ -9,6 +9,7 @@ import torch
 from hf_ssd.distributed.assistant import DraftAssistant
 from hf_ssd.distributed.draft_server import DraftServer
 from hf_ssd.distributed.sessions import DraftError
+from hf_ssd.distributed.shared_channel import SharedChannel
 from hf_ssd.distributed.wire import Message, pack, read_json, unpack
 from hf_ssd.drafting.draft_info import DraftInfo
 
@@ -29,7 +30,7 @@ class PackingChannel:
     through host memory. `while_waiting` is called when a message is waited for, so that the other side can work.
     """
 
-    awake = 0.0
+    awake, is_waiting = 0.0, True
 
     def __init__(self, other: "PackingChannel | None" = None):
         self.incoming: deque[Message] = deque()
@@ -59,6 +60,9 @@ class PackingChannel:
     def expect(self) -> None:
         """Does nothing: a message can arrive at any time."""
 
+    def close(self) -> None:
+        """Does nothing: there is nothing to free."""
+
     def make_room(self, rows: int, vocab_size: int, features: int = 0) -> None:
         """Does nothing: no memory is allocated for a message."""
 
@@ -73,36 +77,37 @@ class Loopback:
         during_work (`Callable`, *optional*): Returns a context manager, in which the worker works.
     """
 
-    is_alive = is_ready = True
-    is_starting = is_in_call = False
-    translation = error = None
+    is_alive = is_ready = is_running = True
+    is_starting, error = False, None
 
     def __init__(self, model, during_work=contextlib.nullcontext):
-        self.channel = PackingChannel()
-        self.server = DraftServer(self.channel.other, model)
-        self.channel.while_waiting = self.work
+        self.own_end = PackingChannel()
+        self.channel = SharedChannel(self.own_end, self)
+        self.server = DraftServer(self.own_end.other, model)
+        self.own_end.while_waiting = self.work
         self.during_work, self.worker_info = during_work, {"identity": None, "device": "cpu"}
 
     def work(self) -> None:
         """Handles the messages that the target has sent. Raises the draft's exceptions as [`DraftError`]."""
         try:
             with self.during_work():
-                while self.channel.other.incoming:
-                    self.server.handle(self.channel.other.receive(0.0))
+                while self.own_end.other.incoming:
+                    self.server.handle(self.own_end.other.receive(0.0))
+                    while (growing := self.server.growing) is not None:
+                        self.server.grow(growing)
         except Exception as error:
             raise DraftError(f"The draft raised {type(error).__name__}: {error}") from error
 
     def stderr_tail(self) -> str:
         return ""
 
-    def kill(self) -> None:
+    def end(self) -> None:
         """Drops what the draft keeps for the call, which the two ends would keep from being freed at once."""
         if self.server is not None:
-            self.server.speculator = None  # it refers to a method of the server
-        self.channel.other.other = self.channel.while_waiting = self.server = None
+            self.server.calls.clear()
+        self.own_end.other.other = self.own_end.while_waiting = self.server = None
 
-    def cancel(self) -> None:
-        self.kill()
+    cancel = end
 
 
 def assistant_of(model, during_work) -> DraftAssistant:

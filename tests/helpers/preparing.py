@@ -16,6 +16,14 @@ def ahead(plan, config):
     return dataclasses.replace(plan, mode=AHEAD, budget=8 if config.budget == "auto" else config.budget)
 
 
+def prepare_until(speculator, plan, outcome_arrived):
+    """Prepares, and asks between two passes whether the outcome has arrived, as a worker does."""
+    passes = speculator.passes(plan)
+    for _ in passes:
+        if outcome_arrived():
+            speculator.stop(passes)
+
+
 @contextlib.contextmanager
 def preparing(planned=ahead, outcome_arrived=lambda: False):
     """
@@ -24,14 +32,13 @@ def preparing(planned=ahead, outcome_arrived=lambda: False):
 
     Args:
         planned (`Callable`): Makes the plan from that of the planner and the settings.
-        outcome_arrived (`Callable`): See [`Speculator.prepare`].
+        outcome_arrived (`Callable`): See [`prepare_until`].
     """
     hits, plans, take_in = [], {}, Proposers.take_in
 
     def local_session(model, request):
         session = LocalSession(model, dataclasses.replace(request, plan=planned(request.plan, request.config)))
-        prepare = session.speculator.prepare
-        session.speculator.prepare = lambda plan: prepare(plan, outcome_arrived)
+        session.speculator.prepare = lambda plan: prepare_until(session.speculator, plan, outcome_arrived)
         send, receive = session.send_outcome, session.receive_speculation
 
         def receives():

@@ -5,6 +5,7 @@ import dataclasses
 import threading
 
 from hf_ssd.distributed.draft_server import DraftServer
+from hf_ssd.distributed.shared_channel import SharedChannel
 from hf_ssd.distributed.transport import PeerLost
 from hf_ssd.distributed.wire import Kind, Message, ProtocolError
 from hf_ssd.distributed.worker_process import WorkerProcess
@@ -34,15 +35,16 @@ class ThreadWorker(WorkerProcess):
     """
 
     def __init__(self, draft):
-        super().__init__(launch=lambda: (None, {}), timeout=60.0)
-        self.draft, self.sent = draft, []
+        super().__init__(launch=lambda: (self, {}), timeout=60.0)  # it is its own process
+        self.draft, self.sent, self.server = draft, [], None
 
     def _connect(self, meeting):
-        self.channel, self.other_end = channel_ends()
+        self.own_end, self.other_end = channel_ends()
+        self.channel = SharedChannel(self.own_end, self)
         info = dataclasses.asdict(DraftInfo.of(self.draft.config))
         self.worker_info = {"draft": info, "device": "cpu", "identity": None}
-        send = self.channel.send
-        self.channel.send = lambda message: (self.sent.append(message), send(message))
+        send = self.own_end.send
+        self.own_end.send = lambda message: (self.sent.append(message), send(message))
         self.server = threading.Thread(target=self.serve, daemon=True)
         self.server.start()
 
@@ -50,17 +52,18 @@ class ThreadWorker(WorkerProcess):
         with contextlib.suppress(PeerLost):
             StoppableServer(self.other_end, self.draft).serve()
 
-    is_alive = property(lambda self: self.channel is not None)
+    is_running = property(lambda self: self.server is not None)
 
     def stderr_tail(self):
         return ""
 
     def end(self):
-        if self.channel is not None:
-            self.channel.send(Message(STOP))
+        if self.is_running:
+            self.own_end.send(Message(STOP))
             self.server.join(10)
+            self.server = None
             # Gloo waits for what is left, also when it is only collected as garbage, so the last answer is taken first.
             with contextlib.suppress(TimeoutError, PeerLost, ProtocolError):
                 while True:
-                    self.channel.receive(0.02)
+                    self.own_end.receive(0.02)
             self.other_end.close()

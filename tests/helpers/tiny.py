@@ -13,7 +13,7 @@ from transformers import (
 )
 
 import hf_ssd
-from hf_ssd.distributed.assistant import DraftAssistant, Turn
+from hf_ssd.distributed.assistant import DraftAssistant
 
 from . import packing  # noqa: F401
 
@@ -87,7 +87,5 @@ def speculated(target, draft, inputs=None, settings=None, generate=None, least=1
 
 def ready(assistant: DraftAssistant) -> DraftAssistant:
     """Starts workers that have ended, as the next call would, but waits for them."""
-    turn = Turn()
-    assistant.begin_call(turn, timeout=60.0, patience=120.0)
-    assistant.end_call(turn)
+    assistant.begin_call(patience=120.0)
     return assistant

@@ -22,16 +22,10 @@ class SimulatedDraft:
         """Returns the planner of a call, which knows what calls before have taught."""
         return planner_for(self, self, self.world.kind(temperature=temperature, **settings))
 
-    def serves(self, thread):
-        return False
-
-    def begin_call(self, turn, timeout, patience):
+    def begin_call(self, patience):
         pass
 
-    def end_call(self, turn):
-        pass
-
-    def open_session(self, turn, request, device):
+    def open_session(self, request, device):
         return SimulatedSession(self, request()) if self.state == "ready" else None
 
     def drafting(self, tokens):
@@ -111,6 +105,9 @@ class Worker:
 
     def __init__(self, session, index):
         self.session, self.index = session, index
+
+    def begin(self):
+        pass
 
     def close(self):
         pass

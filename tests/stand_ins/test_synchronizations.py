@@ -72,9 +72,9 @@ def work_until_a_hit_has_left(monkeypatch, do_sample: bool) -> list[int]:
     """What the draft asks its device to do between an outcome that hits and the tokens that answer it."""
     gpu, answer, send, came, counts = StandInGPU(), DraftServer._answer, PackingChannel.send, [0], []
 
-    def answers(server, message):
+    def answers(server, call, message):
         came[0] = gpu.operations
-        answer(server, message)
+        answer(server, call, message)
 
     def sends(end, message):
         if message.kind == Kind.SPECULATION:

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from typing import NamedTuple
 
 import torch
+from transformers import GenerationConfig
 
 from ...rounds import Outcome, Plan
 
@@ -24,6 +25,9 @@ class Proposer(ABC):
 
     def take_in(self, outcome: Outcome, plan: Plan) -> None:
         """Is told of each outcome that the draft is told of, with the target's states if the call reads them."""
+
+    def join(self, row: int, start: int, tokens: list[int], options: GenerationConfig | None, seed: int) -> None:
+        """Is told of the next tokens of a row that joins, as the draft is, before the outcome."""
 
     def forget(self, row: int) -> None:
         """Is told that the row has another text from now on."""

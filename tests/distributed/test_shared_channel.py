@@ -1,0 +1,164 @@
+"""The target's end of a channel in several threads, each with a session of its own."""
+
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hf_ssd.distributed import transport
+from hf_ssd.distributed.shared_channel import SharedChannel
+from hf_ssd.distributed.transport import PeerLost
+from hf_ssd.distributed.wire import FRAME_LENGTH, Kind, Message, ProtocolError
+
+from ..helpers.channels import both, channel_ends
+
+COUNT = 40
+
+
+class Ends:
+    """A shared channel with two open sessions, and the worker's end, which closes when the worker is ended."""
+
+    def __init__(self):
+        own, self.draft = channel_ends()
+        self.process = SimpleNamespace(is_running=True, end=self.end)
+        self.channel = SharedChannel(own, self.process)
+        request = SimpleNamespace(to_dict=dict, translation=None, prompts=[0], vocab_size=9)
+        for number in (1, 2):
+            self.channel.start(number, request)
+            assert self.draft.receive(10).session == number
+
+    def end(self):
+        self.process.is_running = False
+        self.draft.close()
+
+
+@pytest.fixture
+def ends():
+    ends = Ends()
+    yield ends
+    ends.end()
+    for number in (0, 1, 2):
+        ends.channel.leave(number, is_reusable=False)
+
+
+def test_each_session_has_its_own_messages_in_order(ends):
+    def listen(number):
+        return [ends.channel.receive(number, 20).round for _ in range(COUNT)]
+
+    def say():
+        for round_ in range(COUNT):
+            for number in (1, 2, 3) if round_ % 2 else (2, 1, 1, 3):  # nobody listens to the third
+                payload = torch.full((50,), float(number))
+                ends.draft.send(
+                    Message(Kind.SPECULATION, number, round_, announces=Message(Kind.PROBABILITIES, payload=payload))
+                )
+                ends.draft.send_announced(payload)
+
+    first, second, _ = both(lambda: listen(1), lambda: listen(2), say)
+    assert second == [round_ for round_ in range(COUNT // 2) for _ in range(2)]
+    assert first[:6] == [0, 0, 0, 0, 1, 1] and first == sorted(first)
+
+
+def test_a_message_and_its_payload_are_not_divided(ends):
+    def say(number):
+        for _ in range(COUNT):
+            payload = torch.full((300,), float(number))
+            ends.channel.send(Message(Kind.OUTCOME, number, announces=Message(Kind.FEATURES, payload=payload)), payload)
+
+    def listen():
+        for _ in range(2 * COUNT):
+            message, features = ends.draft.receive(20), ends.draft.receive(20)
+            assert (message.kind, features.kind) == (Kind.OUTCOME, Kind.FEATURES)
+            assert message.session == features.session and (features.payload == float(message.session)).all()
+        return "whole"
+
+    assert both(lambda: say(1), lambda: say(2), listen) == [None, None, "whole"]
+
+
+def test_a_session_that_waits_beside_another_has_its_own_deadline(ends):
+    def wait(number, timeout):
+        start = time.monotonic()
+        with pytest.raises(TimeoutError):
+            ends.channel.receive(number, timeout)
+        return time.monotonic() - start
+
+    first, second = both(lambda: wait(1, 1.0), lambda: wait(2, 0.3))
+    assert 1.0 <= first < 5 and 0.3 <= second < 0.9
+    ends.draft.send(Message(Kind.SPECULATION, 2))  # and nothing is lost
+    assert ends.channel.receive(2, 10).session == 2 and not ends.channel.is_broken
+
+
+def interrupted(ends, monkeypatch, where, name):
+    """Interrupts a session that waits, once, and returns what the other session hears then."""
+
+    def interrupt(*arguments):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(where, name, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        ends.channel.receive(1, 10)
+    ends.channel.leave(1, is_reusable=True)
+    return ends.channel.receive(2, 10)
+
+
+def test_an_interrupted_wait_loses_nothing(ends, monkeypatch):
+    ends.draft.send(Message(Kind.SPECULATION, 2, 7))
+    assert interrupted(ends, monkeypatch, transport, "wait").round == 7 and ends.process.is_running
+    assert ends.draft.receive(10).kind == Kind.END
+
+
+def test_an_interrupt_that_may_have_lost_a_message_ends_the_worker_for_all(ends, monkeypatch):
+    ends.draft.send(Message(Kind.SPECULATION, 2, 7))
+    with pytest.raises(PeerLost):
+        interrupted(ends, monkeypatch, transport, "unpack")
+    assert not ends.process.is_running
+
+
+def test_half_a_message_ends_the_worker_for_all(ends, monkeypatch):
+    payload = torch.zeros(9)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(ends.channel.channel, "send_announced", lambda payload: (_ for _ in ()).throw(KeyboardInterrupt))
+        ends.channel.send(Message(Kind.OUTCOME, 1, announces=Message(Kind.FEATURES, payload=payload)), payload)
+    assert not ends.channel.is_alive
+    with pytest.raises(PeerLost):
+        ends.channel.receive(2, 10)
+
+
+def test_nonsense_is_an_error_of_who_hears_it_and_ends_the_worker_for_all(ends):
+    def listen(number):
+        try:
+            ends.channel.receive(number, 20)
+        finally:
+            ends.channel.leave(number, is_reusable=False)
+
+    def say():
+        time.sleep(0.2)
+        transport.broadcast(ends.draft.outgoing, torch.zeros(FRAME_LENGTH, dtype=torch.uint8), transport.DRAFT).wait()
+
+    first, second, _ = both(lambda: listen(1), lambda: listen(2), say)
+    assert {type(first), type(second)} == {ProtocolError, PeerLost} and not ends.process.is_running
+
+
+def test_an_error_of_no_session_is_everybodys(ends):
+    ends.draft.send(Message(Kind.ERROR, 0, payload="cannot read"))
+    assert [ends.channel.receive(number, 10).payload for number in (1, 2)] == ["cannot read"] * 2
+
+
+def test_a_call_that_waits_for_another_thread_does_not_spin(ends):
+    waits = []
+
+    def wait(number):
+        before = time.thread_time()
+        with pytest.raises(TimeoutError):
+            ends.channel.receive(number, 1.0)
+        waits.append(time.thread_time() - before)
+
+    threads = [threading.Thread(target=wait, args=[number]) for number in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(waits) == 2 and max(waits) < 0.3
