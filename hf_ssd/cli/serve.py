@@ -54,9 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--log-level", default="error", choices=("error", "warning", "info", "debug"))
 
 
-def gibibytes(text: str) -> int:
-    """An argparse type for an amount of memory, in bytes."""
-    return int(at_least(0, float)(text) * 2**30)
+def gibibytes(text: str) -> int | str:
+    """An argparse type for an amount of memory in bytes, or "auto"."""
+    return text if text == "auto" else int(at_least(0, float)(text) * 2**30)
 
 
 def run(args: argparse.Namespace) -> int:
