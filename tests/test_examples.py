@@ -79,3 +79,9 @@ def test_long_context():
     rows = re.findall(r"^\| ([\d,]+) +\| (\d+) \| (\d+) \| (\d+) \| ([-.\d]*) +\|$", run(
         "examples/long_context.py", "--contexts", "64", "2048", "--turns", "3"), re.MULTILINE)  # fmt: skip
     assert [row[0] for row in rows] == ["64", "2,048"] and all(int(number) > 0 for row in rows for number in row[1:4])
+
+
+def test_second_turn():
+    output = run("examples/second_turn.py", "--tokens", "200", "--answer", "8", "--repeats", "1")
+    rows = dict(re.findall(r"^\| (read again|kept) \|.* (\d+) \|$", output, re.MULTILINE))
+    assert rows == {"read again": "0", "kept": "207"} and "times as fast." in output

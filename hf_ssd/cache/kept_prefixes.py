@@ -25,6 +25,9 @@ class KeptText:
     tokens: list[int]
     cache: RaggedCache
 
+    def __post_init__(self):
+        self.nbytes = self.cache.nbytes
+
     def shared(self, tokens: list[int]) -> int:
         """Returns how many first tokens a text has in common with this one. A recurrent state serves as a whole."""
         count = common(self.tokens, tokens)
@@ -60,7 +63,7 @@ class KeptPrefixes:
 
     @property
     def nbytes(self) -> int:
-        return sum(text.cache.nbytes for text in self.texts)
+        return sum(text.nbytes for text in self.texts)
 
     # ---------------------------------------------------------------- rows that begin
 

@@ -20,7 +20,16 @@ import hf_ssd
 from . import doctor, models
 from .options import at_least
 
-OF_THE_SERVER = ("host", "api_key", "max_tokens", "max_rows", "max_waiting", "allowed_hosts", "log_level")
+OF_THE_SERVER = (
+    "host",
+    "api_key",
+    "max_tokens",
+    "max_rows",
+    "max_waiting",
+    "allowed_hosts",
+    "log_level",
+    "keep_prefixes",
+)
 NEEDED = ("fastapi", "uvicorn", "openai", "prometheus_client")
 
 
@@ -31,11 +40,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--max-tokens", type=at_least(1), metavar="N", help="most tokens of an answer")
     server.add_argument("--max-rows", type=at_least(1), default=8, metavar="N", help="answers at a time; default: 8")
     server.add_argument("--max-waiting", type=at_least(0), metavar="N", help="requests that wait; default: any number")
+    server.add_argument(
+        "--keep-prefixes",
+        type=gibibytes,
+        default="auto",
+        metavar="GIB",
+        help="memory for texts that the next turn of a chat need not read again; default: 1/8 of the free memory",
+    )
     server.add_argument("--host", default="127.0.0.1", help="address to listen on; default: this machine alone")
     server.add_argument("--port", type=int, default=8000, help="8000; 0: any that is free")
     server.add_argument("--cors", action="store_true", help="allow cross-origin requests")
     server.add_argument("--allowed-hosts", nargs="+", default=(), metavar="NAME", help="names that clients call it by")
     server.add_argument("--log-level", default="error", choices=("error", "warning", "info", "debug"))
+
+
+def gibibytes(text: str) -> int | str:
+    """An argparse type for an amount of memory in bytes, or "auto"."""
+    return text if text == "auto" else int(at_least(0, float)(text) * 2**30)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -123,6 +123,8 @@ class DraftServer:
         if request.weights_version != self.weights_version:
             self._take_new_weights(request.weights_version)
         request.kept = self.kept
+        if not (request.keep_prefixes or self.calls):
+            self.kept.close()  # no running batch uses it
         earlier, self.prefix = self.prefix, None
         speculator = self.drafts.speculator(self.model, request, earlier)
         call = self.calls[message.session] = Call(message.session, speculator, request)

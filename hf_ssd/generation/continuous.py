@@ -89,7 +89,7 @@ class ContinuousBatching:
     ):
         if max_rows < 1 or prefill_chunk < 1:
             raise ValueError(f"`max_rows` and `prefill_chunk` are at least 1, and not {max_rows} and {prefill_chunk}.")
-        if keep_prefixes != "auto" and not (isinstance(keep_prefixes, int) and keep_prefixes >= 0):
+        if keep_prefixes != "auto" and not (type(keep_prefixes) is int and 0 <= keep_prefixes < 2**63):
             raise ValueError(f'`keep_prefixes` is "auto" or a number of bytes, 0 for none, and not {keep_prefixes!r}.')
         self.max_waiting = max_waiting
         self.model = model = without_wrapper(model)

@@ -56,9 +56,11 @@ class Request:
         """Tokens of the row, padding included."""
         return self.rows.sequences.lengths[0]
 
-    def fed(self) -> list[int]:
-        """Returns the tokens whose columns are in the target's cache: all but the last."""
-        return self.rows.sequences.ids[0, self.padding : self.length - 1].tolist()
+    @property
+    def text(self) -> list[int]:
+        """The tokens of the row, without padding. Columns of all but the last are in the target's cache."""
+        sequences = self.rows.sequences
+        return self.prompt + sequences.ids[0, sequences.prompt_length : self.length].tolist()
 
     def end(self, error: BaseException | None = None) -> None:
         """Ends the request with its output, or with an error."""
@@ -264,8 +266,7 @@ class RunningRows:
         """Gives the rows to another draft."""
         self.draft, self.wants_draft = draft, False
         for row, request in self.live.items():
-            text = request.rows.sequences.ids[0, request.padding : request.length].tolist()
-            draft.join(row, text, request.options, request.seed)
+            draft.join(row, request.text, request.options, request.seed)
         for row, request in self.reading.items():
             draft.join(row, request.prompt[: request.read], None, request.seed)
 
@@ -301,11 +302,11 @@ class RunningRows:
 
     def _texts(self) -> dict[int, list[int]]:
         """Returns the tokens of the rows that are decoded, to look for those of a row that joins."""
-        return {row: one.fed() for row, one in self.live.items()} if self.kept.most else {}
+        return {row: one.text[:-1] for row, one in self.live.items()} if self.kept.most else {}
 
     def _leave(self, row: int) -> Request:
         if row in self.live and self.kept.most:
-            self.kept.add(self.live[row].fed(), self.live[row].target.decoder, row)
+            self.kept.add(self.live[row].text[:-1], self.live[row].target.decoder, row)
         request = self.live.pop(row, None) or self.reading.pop(row)
         self.following.pop(row, None)
         self.pieces.pop(row, None)

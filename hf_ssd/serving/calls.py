@@ -55,6 +55,7 @@ class Call:
     rows: list[Row] = field(default_factory=list)  # of `generate()`: for each choice, or for all
     of_prompt: list[Entry] = field(default_factory=list)  # its log-probabilities
     generation: Future = field(default_factory=Future)  # of the prompt's answer
+    cached: int = 0  # tokens of the prompt that were not read again
     tokens: int = 0  # generated so far
     seconds: float = 0.0  # of generating
     asked_at: float = field(default_factory=time.perf_counter)
@@ -62,7 +63,7 @@ class Call:
     def begin(self, prompt: list[int] | None) -> None:
         """Begins the answer to a prompt."""
         self.prompt, self.is_prepared, self.has_begun = prompt, False, False
-        self.choices, self.rows, self.of_prompt, self.generation = [], [], [], Future()
+        self.choices, self.rows, self.of_prompt, self.generation, self.cached = [], [], [], Future(), 0
 
     def row(self, choice: int) -> Row:
         return self.rows[choice % len(self.rows)]

@@ -5,11 +5,22 @@ from .logprobs import Entry, Names
 from .stops import StreamCut, cut_answer
 
 
+def with_cached(answer: dict, cached: int) -> dict:
+    """Returns an answer or event whose usage, if it has any, says how many tokens of the prompt were not read again."""
+    usage = answer.get("usage") or (answer.get("response") or {}).get("usage") or {}
+    if "prompt_tokens" in usage:
+        usage["prompt_tokens_details"] = {"cached_tokens": cached}
+    elif "input_tokens_details" in usage:
+        usage["input_tokens_details"]["cached_tokens"] = cached
+    return answer
+
+
 class Choices:
     """Joins the answers to the prompts of a request: numbers their choices, and sums their usage."""
 
     def __init__(self, prompts: int, count: int):
         self.prompts, self.count, self.usage, self.left = prompts, count, {}, prompts * count
+        self.cached = 0
 
     def number(self, answer: dict, prompt: int, choice: int) -> None:
         """
@@ -27,8 +38,10 @@ class Choices:
         for name in ("prompt_tokens", "completion_tokens"):
             tokens = 0 if choice and name == "prompt_tokens" else usage[name]
             self.usage[name] = self.usage.get(name, 0) + tokens
+        self.cached += 0 if choice else usage["prompt_tokens_details"]["cached_tokens"]
         if self.left == 0:
             answer["usage"] = {**self.usage, "total_tokens": sum(self.usage.values())}
+            with_cached(answer, self.cached)
 
 
 class ShownChoice:

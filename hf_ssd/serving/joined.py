@@ -48,6 +48,7 @@ def generate(batch: ContinuousBatching, streamer, settings: list[dict], seed: in
         for request in requests:
             while batch.result_of(request, timeout=LOOK) is None:
                 streamer.check()
+        streamer.call.cached = batch.requests[requests[0]][0].known  # the prompt counts once, however many rows it has
     finally:
         for request in requests:
             batch.forget(request)

@@ -110,6 +110,8 @@ class Metrics(Collector):
             running = len(rows.live) + len(rows.reading)
             yield GaugeMetricFamily("hf_ssd_num_requests_running", "Rows that are read or decoded", value=running)
             yield GaugeMetricFamily("hf_ssd_num_requests_waiting", "Rows that wait", value=len(rows.waiting))
+            about = "Tokens of prompts that were not read again"
+            yield CounterMetricFamily("hf_ssd_prefix_cache_hits", about, value=rows.kept.hits)
         if self.assistant is None:
             return
         restarts = self.assistant.restarts

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from transformers.cli.serving.utils import X_REQUEST_ID, BaseHandler
 
 from .calls import CALL, Call, CallRunner
-from .choices import Choices, ShownChoice
+from .choices import Choices, ShownChoice, with_cached
 from .errors import Refusal, described, read
 from .limits import Limits, check_prompt
 from .structured import grammar_for
@@ -46,13 +46,16 @@ class Endpoint:
                 streams = [response.body_iterator for response in responses]
                 response.body_iterator = self._stream(streams, choices, body, prompts, name, call)
                 break
-            for index, response in enumerate(responses) if call.parameters.edits() or len(prompts) > 1 else ():
-                shown = ShownChoice(call, number, index, self.limits.token_names)
-                answers.append(shown.whole(json.loads(response.body)))
-                choices.number(answers[-1], number, index)
+            for index, response in enumerate(responses):
+                answers.append(with_cached(json.loads(response.body), call.cached))
+                if call.parameters.edits() or len(prompts) > 1:
+                    shown = ShownChoice(call, number, index, self.limits.token_names)
+                    answers[-1] = shown.whole(answers[-1])
+                    choices.number(answers[-1], number, index)
+        if len(answers) > 1:
+            answers[-1]["choices"] = [choice for answer in answers for choice in answer["choices"]]
         if answers:
-            joined = [choice for answer in answers for choice in answer["choices"]]
-            response = JSONResponse({**answers[-1], "choices": joined})
+            response = JSONResponse(answers[-1])
         response.headers[X_REQUEST_ID] = name
         return response
 
@@ -129,7 +132,7 @@ class Endpoint:
                     chunk = chunk.replace(f'{{"error": "{call.error}"}}\n\n', f"{json.dumps(error)}\n\n")
                 events = []
                 for line in filter(None, chunk.split("\n\n")):
-                    event = json.loads(line.removeprefix("data: "))
+                    event = with_cached(json.loads(line.removeprefix("data: ")), call.cached)
                     choices.number(event, number, index)
                     events += [f"data: {json.dumps(one)}\n\n" for one in shown[index].events(event)]
                 yield "".join(events)

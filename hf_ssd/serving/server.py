@@ -55,6 +55,7 @@ class Server(Serve):
         max_tokens: int | None = None,  # of an answer
         max_rows: int = 8,  # answers at a time
         max_waiting: int | None = None,  # requests that may wait
+        keep_prefixes: int | str = "auto",  # as in `hf_ssd.continuous_batching`
         allowed_hosts: Sequence[str] = (),  # names of the server beside `host`
         enable_cors: bool = False,  # whether pages of other sites may use the server
         on_listening: Callable[[], None] = lambda: None,
@@ -64,7 +65,8 @@ class Server(Serve):
         super().__init__(device=str(model.device), non_blocking=True, **options)  # `start_server` starts nothing here
         self.why_in_turn, batch = "", None  # why requests are answered one at a time
         try:
-            batch = hf_ssd.continuous_batching(model, max_rows=max_rows, max_waiting=max_waiting)
+            places = {"max_rows": max_rows, "max_waiting": max_waiting, "keep_prefixes": keep_prefixes}
+            batch = hf_ssd.continuous_batching(model, **places)
         except ValueError as error:
             self.why_in_turn = str(error)
         metrics, config = Metrics(assistant, batch), self.server.config

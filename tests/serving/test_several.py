@@ -108,3 +108,23 @@ def test_a_model_whose_rows_cannot_join_is_served_in_turn(tiny_folder, assistant
         assert readers[0].text == readers[1].text and readers[0].last is not None
     finally:
         other.stop()
+
+
+def test_the_next_turn_of_a_chat_is_not_read_again(server, plain):
+    """Whole or streamed, with one choice or several, and in a chat; `usage` and the figures say how much was known."""
+    text = "def walk(folder, names):\n    for name in names:\n        yield folder, name\n\n\n" * 4
+    first = server.complete(text, 8)
+    before, text = server.figures()["prefix_cache_hits_total"], text + first.choices[0].text
+    second = server.complete(text, 8)
+    known = second.usage.prompt_tokens_details.cached_tokens
+    assert 0.9 * first.usage.prompt_tokens < known < second.usage.prompt_tokens
+    assert server.figures()["prefix_cache_hits_total"] == before + known
+    assert second.choices[0].text == plain(text, 8)
+    several = server.complete(text, 8, n=2, temperature=1.0, seed=3)
+    chunks = list(server.complete(text, 8, n=2, temperature=1.0, seed=3, stream=True))
+    least = 0.9 * several.usage.prompt_tokens
+    for usage in (several.usage, chunks[-1].usage, server.chat(text, 4).usage):
+        assert least < usage.prompt_tokens_details.cached_tokens < usage.prompt_tokens
+    status, answer = server.request("/v1/responses", input=text, max_output_tokens=4)
+    details = answer["usage"]["input_tokens_details"]
+    assert status == 200 and least < details["cached_tokens"] < answer["usage"]["input_tokens"]
