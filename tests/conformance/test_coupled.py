@@ -87,24 +87,18 @@ def check_random(target, draft, config, options, seed, rows, chance):
     return one.ssd_stats
 
 
-@settings(max_examples=25)
-@RANDOM
-def test_no_setting_and_no_plan_changes_a_text(target, draft, **random):
-    check_random(target, draft, **random)
-
-
-@pytest.mark.slow
-def test_no_setting_and_no_plan_changes_a_text_in_a_thousand_calls():
+@pytest.mark.parametrize("examples", [25, pytest.param(1000, marks=pytest.mark.slow)])
+def test_no_setting_and_no_plan_changes_a_text(examples):
     """Of models with one layer, for the time that it takes."""
     pair, gained = (hf_ssd.enable(tiny_model(num_hidden_layers=1)), tiny_draft(num_hidden_layers=1)), []
 
-    @settings(max_examples=1000)
+    @settings(max_examples=examples)
     @RANDOM
     def check(options, **random):
         gained.append(check_random(*pair, options={"max_new_tokens": 12, **options}, **random).tokens_per_round)
 
     check()
-    assert len(gained) >= 1000 and sum(gained) > 1.3 * len(gained)
+    assert len(gained) >= examples and sum(gained) > 1.3 * len(gained)
 
 
 def test_a_text_goes_on_when_its_worker_is_killed(target, draft):
