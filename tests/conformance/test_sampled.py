@@ -263,7 +263,7 @@ def test_a_wrong_q_of_saguaro_sampling_or_a_fallback_fails_the_same_test(
     small, mutant, settings, prepared_in_process, monkeypatch
 ):
     mutant(monkeypatch)
-    assert power(*small, calls=6, seed=10, **{"budget": 4, **settings}) > 0.99
+    assert power(*small, calls=4, seed=10, **{"budget": 4, **settings}) > 0.99
 
 
 @pytest.mark.slow
@@ -276,5 +276,6 @@ def test_a_wrong_q_under_whims_fails_the_same_test(small, monkeypatch):
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_plausible_mistakes_fail_the_same_test(small, name, monkeypatch):
+    """With half of its calls already."""
     MUTANTS[name](monkeypatch)
-    assert power(*small) > 0.99
+    assert power(*small, calls=12) > 0.99
