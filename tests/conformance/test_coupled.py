@@ -1,6 +1,5 @@
 """Coupled sampling: the text is a function of target, prompt, row and seed, and is distributed as the target's own."""
 
-import random
 import threading
 import types
 
@@ -16,8 +15,8 @@ from hf_ssd.noise import Noise
 from hf_ssd.rounds import AHEAD, Plan
 
 from ..helpers.families import sharp_model, tiny_config
-from ..helpers.preparing import preparing
-from ..helpers.sampled_strings import SMALL, p_value, power
+from ..helpers.preparing import Whims, preparing
+from ..helpers.sampled_strings import SMALL, noise_of_rounds, p_value, power
 from ..helpers.tiny import padded_batch, tiny_draft, tiny_model
 from .models import FAMILIES, SUPPORTED
 
@@ -154,31 +153,13 @@ def test_a_seed_that_threads_share_is_noticed(target, draft, monkeypatch):
         check_threads(target, draft, monkeypatch, types.SimpleNamespace())
 
 
-def by_round(monkeypatch):
-    """The mutant: noise that belongs to a round, as that of a bonus token does where drafted tokens have their own."""
-    monkeypatch.setattr(Noise, "drawn_at", lambda self, purpose, *place: (purpose, *place))
-
-
 def test_noise_of_rounds_is_noticed(target, draft, monkeypatch):
-    by_round(monkeypatch)
+    noise_of_rounds(monkeypatch)
     with pytest.raises(AssertionError):
         test_a_text_is_that_of_single_passes(target, draft)
 
 
 # ---------------------------------------------------------------- the distribution
-
-
-class Whims:
-    """Plans by chance, as if by the clock."""
-
-    def __init__(self):
-        self.random = random.Random(4)
-
-    def planned(self, *_):
-        lookahead = self.random.randrange(5)
-        fallback = self.random.choice(["primary", "ngram", "random"])
-        after_miss, budget = self.random.randint(0, lookahead), self.random.randrange(9)
-        return Plan(AHEAD, lookahead, after_miss, budget, fallback, early=self.random.choice([0, 7]))
 
 
 @pytest.fixture

@@ -14,10 +14,10 @@ from hf_ssd.generation import deciding, verification
 from hf_ssd.generation.proposers import ngrams
 from hf_ssd.generation.proposers.random_tokens import RandomFallback
 from hf_ssd.planning.cost_model import CostModel
-from hf_ssd.rounds import AHEAD, Plan
+from hf_ssd.rounds import AHEAD
 
 from ..helpers.families import sharp_model, tiny_config
-from ..helpers.preparing import preparing
+from ..helpers.preparing import Whims, preparing
 from ..helpers.sampled_strings import SMALL, p_value, power
 from ..helpers.tiny import padded_batch
 from .test_hybrids import states_without_a_copy
@@ -167,26 +167,6 @@ LONG = ("C = 0", "C = 0.3", "n-grams", "random", "custom, certain", "custom, dra
 def test_every_setting_leaves_the_targets_distribution(small, name, prepared_in_process, drafting):
     assert p_value(*small, calls=16, seed=10, **{"budget": 4, **SETTINGS[name]}) > 1e-3
     assert name == "auto" or 0.1 < sum(prepared_in_process) / len(prepared_in_process) < 0.95
-
-
-class Whims:
-    """Plans by chance, as if by the clock: how far and widely to draft, from where, and when an outcome arrives."""
-
-    def __init__(self):
-        self.random = random.Random(4)
-
-    def planned(self, *_):
-        fallback = self.random.choice(["primary", "ngram", "random"])
-        lookahead = self.random.randrange(5)
-        after_miss, budget, lookup = (
-            self.random.randint(0, lookahead),
-            self.random.randrange(9),
-            self.random.choice([0, 7]),
-        )
-        return Plan(AHEAD, lookahead, after_miss, budget, fallback, early=lookup)
-
-    def outcome_arrived(self):
-        return self.random.random() < 0.2
 
 
 @pytest.mark.slow
