@@ -54,7 +54,7 @@ def test_shapes_of_other_systems_by_hand():
 
 
 def test_a_replay_is_what_a_worker_does(pair):
-    args = Namespace(max_new_tokens=40, prompts=4)
+    args = Namespace(max_new_tokens=28, prompts=4)
     config = hf_ssd.SSDConfig(lookahead=4, budget=12, fan_out="confidence", fallback="primary")
     (rounds,), _ = ablations.record(pair, config, 0.7, args)
     replayed = ablations.replay([rounds], shape_for(config), 12)

@@ -10,10 +10,17 @@ from examples.layered_pair import SIZES, Size, acceptance_rate, layered_pair
 
 from .helpers.programs import run
 
+AGREEMENTS = [(0.6, 1.0), (0.9, 0.0)]  # and temperatures
 
-@pytest.mark.parametrize("agreement, temperature", [(0.6, 1.0), (0.9, 0.0)])
-def test_the_agreement_asked_for(agreement, temperature):
-    target, draft = layered_pair("tiny", agreement, temperature, torch.float32)
+
+@pytest.fixture(scope="module")
+def pairs():
+    return {asked: layered_pair("tiny", *asked, torch.float32) for asked in AGREEMENTS}
+
+
+@pytest.mark.parametrize("agreement, temperature", AGREEMENTS)
+def test_the_agreement_asked_for(pairs, agreement, temperature):
+    target, draft = pairs[agreement, temperature]
     rate = acceptance_rate(target, draft, temperature, seed=7, new_tokens=128)  # not the bisection's texts
     assert abs(rate - agreement) < 0.05
     assert abs(target.config.acceptance_rate - agreement) < 0.02 and 0 < target.config.epsilon < 1
@@ -30,17 +37,16 @@ def test_a_hybrid_pair_agrees_as_often_as_asked():
     assert len(set(output[0, 8:].tolist())) > 30
 
 
-def test_the_draft_is_the_first_layers():
-    target, draft = layered_pair("tiny", 0.8, dtype=torch.bfloat16, seed=3)
+def test_the_draft_is_the_first_layers(pairs):
+    target, draft = pairs[0.9, 0.0]
     assert len(draft.model.layers) == SIZES["tiny"].draft_layers < len(target.model.layers)
     known = target.state_dict()
     for name, weight in draft.state_dict().items():
-        assert weight.dtype == torch.bfloat16
         assert torch.equal(weight, known[name]) and weight.data_ptr() != known[name].data_ptr()
 
 
-def test_greedy_text_does_not_loop_and_favourites_are_clear():
-    target, _ = layered_pair("tiny", 0.9, dtype=torch.float32)
+def test_greedy_text_does_not_loop_and_favourites_are_clear(pairs):
+    target, _ = pairs[0.9, 0.0]
     prompts = torch.randint(1, 512, (8, 8), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(prompts)
     ids = target.generate(prompts, attention_mask=mask, max_new_tokens=128, do_sample=False)
@@ -51,10 +57,11 @@ def test_greedy_text_does_not_loop_and_favourites_are_clear():
     assert 0.5 < torch.special.entr(probabilities).sum(-1).mean() < 1.5  # nats
 
 
-def test_same_seed_same_pair_and_the_default_generator_is_left_alone():
+def test_same_seed_same_pair_and_the_default_generator_is_left_alone(pairs):
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    one, two, other = (layered_pair("tiny", 0.7, 1.0, torch.float32, seed=seed)[0] for seed in (0, 0, 1))
+    one = pairs[0.6, 1.0][0]
+    two, other = (layered_pair("tiny", 0.6, 1.0, torch.float32, seed=seed)[0] for seed in (0, 1))
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(one.model.layers[-1].mlp.down_proj.weight, two.model.layers[-1].mlp.down_proj.weight)
     assert not torch.equal(one.lm_head.weight, other.lm_head.weight)

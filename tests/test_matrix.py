@@ -94,7 +94,15 @@ def check_speculated(stats, pair, setting, option, rows, is_ahead):
 
 
 def marked(cells):
-    return [pytest.param(*cell, marks=[pytest.mark.slow] * (cell[0] in matrix.SLOW)) for cell in cells]
+    return [pytest.param(*cell, marks=[pytest.mark.slow] * is_slow(cell, cells)) for cell in cells]
+
+
+def is_slow(cell, cells):
+    """Settings and options that have a cell with several rows are tried with one row in the slow suite."""
+    pair, setting, option, rows = cell
+    is_usual = option in matrix.NOTHING and setting in matrix.LOOKAHEADS
+    has_several = any(other[:3] == cell[:3] and other[3] > 1 for other in cells)
+    return pair in matrix.SLOW or (rows == 1 and has_several and not is_usual)
 
 
 @pytest.mark.parametrize("pair, setting, option, rows", marked(matrix.GREEDY_CELLS))

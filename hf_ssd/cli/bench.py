@@ -87,10 +87,7 @@ def check_pictures(args: argparse.Namespace) -> None:
 def compare(
     args: argparse.Namespace, target, draft, batches: list[dict], tokenizers: dict | None = None, launch=None
 ) -> None:
-    """
-    Measures all methods with batches of inputs in turn, prints tables, and writes the files that are asked for.
-    `launch` starts the worker, if the draft has a name by which it can load it.
-    """
+    """Measures all methods with batches of inputs in turn, prints tables, and writes the files that are asked for."""
     cores, tables = cores_for(args, target, draft), {}
     launch = launch or functools.partial(hf_ssd.launch_draft, draft)
     with launch(target=target, cores=cores) as assistant:

@@ -88,11 +88,7 @@ class Chat:
         return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
     def answer(self, words: str) -> str:
-        """
-        Prints the answer as it comes, and returns a line with its figures. An interrupted answer stays in the
-        conversation as far as it was generated. After `ValueError`, where no position is left, the conversation stays
-        as it was.
-        """
+        """Prints the answer as it comes, keeps what was generated of it, and returns a line with its figures."""
         tokens = self.tokens_after(words)
         positions = getattr(self.target.config.get_text_config(decoder=True), "max_position_embeddings", None)
         room = self.args.max_new_tokens if positions is None else min(self.args.max_new_tokens, positions - len(tokens))

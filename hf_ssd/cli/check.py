@@ -107,10 +107,7 @@ def prompts_for(tokenizer) -> list[str]:
 
 
 def measure(args: argparse.Namespace, found: models.Models, texts: list[str], known: dict) -> Figures:
-    """
-    Loads the models, and runs prompts with each method, in turns. The first answers, with plain generation and SSD,
-    take as long as they take; they tell how many and how long calls fit into `args.seconds`.
-    """
+    """Loads the models and runs prompts with each method, as often as the first answers say that there is time for."""
     tell("loading both models" if found.draft else "loading the target")
     target, draft = found.load()
     batches = prompts.batches_for(target, found.target.tokenizer, texts)

@@ -155,10 +155,7 @@ class Models:
     def launch_draft(
         self, target: PreTrainedModel, owns_target: bool = True, cores: CoreShare | None = None
     ) -> contextlib.AbstractContextManager[DraftAssistant | None]:
-        """
-        Starts the draft's worker, if there is a draft, and returns it. Only the worker loads it. With `owns_target`,
-        the target gives up the weights that it packs, unless a head shares modules with it.
-        """
+        """Starts the worker, which alone loads the draft. An owned target gives up the weights that it packs."""
         assistant = contextlib.nullcontext()
         if self.draft is not None:
             options = {"device": self.draft.device, "dtype": self.draft.dtype, "cores": cores}

@@ -212,10 +212,7 @@ class CostModel:
 
 
 class NoDraftCosts(CostModel):
-    """
-    Estimates the speed of early tokens alone, in calls without a draft. Nothing works beside the target, so rounds of
-    any mode tell how long a verification takes.
-    """
+    """Estimates the speed of early tokens without a draft, where rounds of any mode tell what a verification takes."""
 
     seen_anyway = (PLAIN,)
 

@@ -23,7 +23,7 @@ from hf_ssd.planning.experience import CallKind
 from hf_ssd.planning.planner import Planner
 
 from ..helpers.families import sharp_model, tiny_config
-from ..helpers.tiny import VOCAB, tiny_draft, tiny_model
+from ..helpers.tiny import SIZES, VOCAB, tiny_draft, tiny_model
 
 ROOT = Path(__file__).parents[2]
 QUICK = ["--repeats", "1", "--max-new-tokens", "24"]
@@ -260,7 +260,7 @@ def things(tmp_path_factory):
     larger = tiny_draft(vocab_size=VOCAB + 400)
     for name, model in (("target", tiny_model()), ("draft", tiny_draft()), ("larger", larger)):
         model.save_pretrained(place / name)
-    for name, config in (("t5", T5Config()), ("mamba", MambaConfig()), ("empty", LlamaConfig(num_hidden_layers=1))):
+    for name, config in (("t5", T5Config()), ("mamba", MambaConfig()), ("empty", LlamaConfig(**SIZES))):
         config.save_pretrained(place / name)
     (place / "none.jsonl").write_text('{"text": "import os"}\n')
     return place

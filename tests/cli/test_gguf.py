@@ -40,6 +40,7 @@ def test_a_chat_with_files_on_both_sides(files, monkeypatch, capsys):
     assert float(re.search(r"acceptance ([\d.]+)\]", capsys.readouterr().out)[1]) > 0.3
 
 
+@pytest.mark.slow
 def test_a_bench_of_files(files, tmp_path, capsys):
     words = ["--max-new-tokens", "12", "--repeats", "1", "--in-turn-lookaheads", "3", "--assistant-tokens", "3"]
     words += ["--lookahead", "3", "--budget", "6", "--one-table", "--output", str(tmp_path)]

@@ -1,4 +1,4 @@
-"""Whole calls of any kind, in several turns, against plain generate(): a hundred, and thousands in the slow suite."""
+"""Whole calls of any kind, in several turns, against plain generate(): fifty, and thousands in the slow suite."""
 
 import contextlib
 
@@ -271,9 +271,10 @@ def check(calls, of_one_call, examples):
     )(given(calls)(of_one_call))()
 
 
+@pytest.mark.parametrize("examples", [25, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
 @pytest.mark.parametrize("checked", [check_greedy, check_sampled])
-def test_calls_of_any_kind(target, draft, tokenizer, checked):
-    checked(target, draft, tokenizer, 50)
+def test_calls_of_any_kind(target, draft, tokenizer, checked, examples):
+    checked(target, draft, tokenizer, examples)
 
 
 def all_at_once(monkeypatch):
@@ -338,11 +339,4 @@ def test_draft_randomness_that_depends_on_when_it_is_drawn_is_noticed(target, dr
 
     monkeypatch.setattr(SpeculationNoise, "gather", gather)
     with pytest.raises(AssertionError):
-        check_sampled(target, draft, tokenizer, 50)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("checked", [check_greedy, check_sampled])
-def test_a_thousand_calls(target, draft, tokenizer, checked):
-    checked(target, draft, tokenizer, 1000)
+        check_sampled(target, draft, tokenizer, 25)

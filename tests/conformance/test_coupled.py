@@ -1,6 +1,5 @@
 """Coupled sampling: the text is a function of target, prompt, row and seed, and is distributed as the target's own."""
 
-import random
 import threading
 import types
 
@@ -16,8 +15,8 @@ from hf_ssd.noise import Noise
 from hf_ssd.rounds import AHEAD, Plan
 
 from ..helpers.families import sharp_model, tiny_config
-from ..helpers.preparing import preparing
-from ..helpers.sampled_strings import SMALL, p_value, power
+from ..helpers.preparing import Whims, preparing
+from ..helpers.sampled_strings import SMALL, noise_of_rounds, p_value, power
 from ..helpers.tiny import padded_batch, tiny_draft, tiny_model
 from .models import FAMILIES, SUPPORTED
 
@@ -87,24 +86,18 @@ def check_random(target, draft, config, options, seed, rows, chance):
     return one.ssd_stats
 
 
-@settings(max_examples=25)
-@RANDOM
-def test_no_setting_and_no_plan_changes_a_text(target, draft, **random):
-    check_random(target, draft, **random)
-
-
-@pytest.mark.slow
-def test_no_setting_and_no_plan_changes_a_text_in_a_thousand_calls():
+@pytest.mark.parametrize("examples", [25, pytest.param(1000, marks=pytest.mark.slow)])
+def test_no_setting_and_no_plan_changes_a_text(examples):
     """Of models with one layer, for the time that it takes."""
     pair, gained = (hf_ssd.enable(tiny_model(num_hidden_layers=1)), tiny_draft(num_hidden_layers=1)), []
 
-    @settings(max_examples=1000)
+    @settings(max_examples=examples)
     @RANDOM
     def check(options, **random):
         gained.append(check_random(*pair, options={"max_new_tokens": 12, **options}, **random).tokens_per_round)
 
     check()
-    assert len(gained) >= 1000 and sum(gained) > 1.3 * len(gained)
+    assert len(gained) >= examples and sum(gained) > 1.3 * len(gained)
 
 
 def test_a_text_goes_on_when_its_worker_is_killed(target, draft):
@@ -160,31 +153,13 @@ def test_a_seed_that_threads_share_is_noticed(target, draft, monkeypatch):
         check_threads(target, draft, monkeypatch, types.SimpleNamespace())
 
 
-def by_round(monkeypatch):
-    """The mutant: noise that belongs to a round, as that of a bonus token does where drafted tokens have their own."""
-    monkeypatch.setattr(Noise, "drawn_at", lambda self, purpose, *place: (purpose, *place))
-
-
 def test_noise_of_rounds_is_noticed(target, draft, monkeypatch):
-    by_round(monkeypatch)
+    noise_of_rounds(monkeypatch)
     with pytest.raises(AssertionError):
         test_a_text_is_that_of_single_passes(target, draft)
 
 
 # ---------------------------------------------------------------- the distribution
-
-
-class Whims:
-    """Plans by chance, as if by the clock."""
-
-    def __init__(self):
-        self.random = random.Random(4)
-
-    def planned(self, *_):
-        lookahead = self.random.randrange(5)
-        fallback = self.random.choice(["primary", "ngram", "random"])
-        after_miss, budget = self.random.randint(0, lookahead), self.random.randrange(9)
-        return Plan(AHEAD, lookahead, after_miss, budget, fallback, early=self.random.choice([0, 7]))
 
 
 @pytest.fixture

@@ -14,10 +14,10 @@ from hf_ssd.generation import deciding, verification
 from hf_ssd.generation.proposers import ngrams
 from hf_ssd.generation.proposers.random_tokens import RandomFallback
 from hf_ssd.planning.cost_model import CostModel
-from hf_ssd.rounds import AHEAD, Plan
+from hf_ssd.rounds import AHEAD
 
 from ..helpers.families import sharp_model, tiny_config
-from ..helpers.preparing import preparing
+from ..helpers.preparing import Whims, preparing
 from ..helpers.sampled_strings import SMALL, p_value, power
 from ..helpers.tiny import padded_batch
 from .test_hybrids import states_without_a_copy
@@ -169,26 +169,6 @@ def test_every_setting_leaves_the_targets_distribution(small, name, prepared_in_
     assert name == "auto" or 0.1 < sum(prepared_in_process) / len(prepared_in_process) < 0.95
 
 
-class Whims:
-    """Plans by chance, as if by the clock: how far and widely to draft, from where, and when an outcome arrives."""
-
-    def __init__(self):
-        self.random = random.Random(4)
-
-    def planned(self, *_):
-        fallback = self.random.choice(["primary", "ngram", "random"])
-        lookahead = self.random.randrange(5)
-        after_miss, budget, lookup = (
-            self.random.randint(0, lookahead),
-            self.random.randrange(9),
-            self.random.choice([0, 7]),
-        )
-        return Plan(AHEAD, lookahead, after_miss, budget, fallback, early=lookup)
-
-    def outcome_arrived(self):
-        return self.random.random() < 0.2
-
-
 @pytest.mark.slow
 def test_whatever_is_planned_leaves_the_targets_distribution(small, monkeypatch):
     whims = Whims()
@@ -263,7 +243,7 @@ def test_a_wrong_q_of_saguaro_sampling_or_a_fallback_fails_the_same_test(
     small, mutant, settings, prepared_in_process, monkeypatch
 ):
     mutant(monkeypatch)
-    assert power(*small, calls=6, seed=10, **{"budget": 4, **settings}) > 0.99
+    assert power(*small, calls=4, seed=10, **{"budget": 4, **settings}) > 0.99
 
 
 @pytest.mark.slow
@@ -276,5 +256,6 @@ def test_a_wrong_q_under_whims_fails_the_same_test(small, monkeypatch):
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_plausible_mistakes_fail_the_same_test(small, name, monkeypatch):
+    """With half of its calls already."""
     MUTANTS[name](monkeypatch)
-    assert power(*small) > 0.99
+    assert power(*small, calls=12) > 0.99

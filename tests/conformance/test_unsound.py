@@ -53,7 +53,7 @@ PAIRS = {
 }
 
 
-@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("rows", [4, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", PAIRS)
 def test_tokens_are_those_of_plain_generation(name, rows, monkeypatch):
     """Sampled ones are in `test_unsound_sampled.py`."""

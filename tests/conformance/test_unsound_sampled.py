@@ -58,8 +58,9 @@ def found(measure, models, calls=8, rows=ROWS, options=None, ends=False, **setti
 
 VALUES = {"NaN": torch.nan, "infinite": torch.inf}
 # lookahead, value of the embedding, whether texts end with its token, and calls
-CASES = [(1, "NaN", True, 8), (2, "infinite", False, 20), (3, "NaN", True, 12), (4, "infinite", True, 8)]
-OTHERS = [(1, "infinite", False, 20), (2, "NaN", True, 20), (3, "infinite", False, 20), (4, "NaN", False, 20)]
+CASES = [(1, "NaN", True, 8), (3, "NaN", True, 12), (4, "infinite", True, 8)]
+OTHERS = [(2, "infinite", False, 20), (1, "infinite", False, 20), (2, "NaN", True, 20)]
+OTHERS += [(3, "infinite", False, 20), (4, "NaN", False, 20)]
 CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS]
 
 
@@ -120,7 +121,7 @@ def without_the_rule(self, rows, q, following, logits, scores):
     return {row: ([token], count) for row, token, count in zip(rows, tokens, unlikely)}
 
 
-@pytest.mark.parametrize("lookahead, value, ends, calls", CASES[1:3])
+@pytest.mark.parametrize("lookahead, value, ends, calls", [CASES[1], CASES[3]])
 def test_rows_without_the_rule_are_noticed(lookahead, value, ends, calls, monkeypatch):
     """The mutant: a row that is verified alone draws from p, though its drafted tokens are the reason."""
     monkeypatch.setattr(Decider, "_decide_alone", without_the_rule)

@@ -16,14 +16,13 @@ from hf_ssd.drafting.drafters import DRAFTERS as KINDS
 from hf_ssd.drafting.drafters import drafter_kind
 from hf_ssd.drafting.resolver import resolve
 from hf_ssd.generation.proposers import ngrams
-from hf_ssd.noise import Noise
 from hf_ssd.rounds import NGRAM, PLAIN
 
 from ..conformance.test_ngrams_beside_a_draft import competing  # noqa: F401
 from ..helpers.assistants import dflash_draft, gemma4_assistant, gemma4_target
 from ..helpers.heads import tiny_head, tiny_mtp_head
 from ..helpers.preparing import preparing
-from ..helpers.sampled_strings import SMALL, SOME_PAIRS, p_value, power
+from ..helpers.sampled_strings import SMALL, SOME_PAIRS, noise_of_rounds, p_value, power
 from ..helpers.tiny import tiny_draft, tiny_model
 
 SIZES = {"vocab_size": SMALL, "initializer_range": 0.12}
@@ -180,8 +179,7 @@ def test_coupled_texts_are_those_of_single_passes(small, case):
 
 
 def test_noise_of_rounds_is_noticed(small, case, monkeypatch):
-    """The mutant: noise that belongs to a round, as without coupling."""
-    monkeypatch.setattr(Noise, "drawn_at", lambda self, purpose, *place: (purpose, *place))
+    noise_of_rounds(monkeypatch)
     with pytest.raises(AssertionError):
         check_coupled(small, case)
 

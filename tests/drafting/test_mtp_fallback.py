@@ -11,12 +11,11 @@ from hf_ssd.drafting.heads import loading
 from hf_ssd.drafting.heads.mtp import MtpHead
 from hf_ssd.generation import loop
 from hf_ssd.generation.proposers.mtp import MtpFallback
-from hf_ssd.noise import Noise
 from hf_ssd.rounds import AHEAD, IN_TURN, PLAIN, PREPARED, Plan
 
 from ..helpers.heads import tiny_head, tiny_mtp_head
 from ..helpers.preparing import preparing
-from ..helpers.sampled_strings import p_value, power
+from ..helpers.sampled_strings import noise_of_rounds, p_value, power
 from ..helpers.tiny import padded_batch
 from ..planning.test_plain_mode import InAndOut
 
@@ -95,8 +94,7 @@ def test_coupled_texts_are_those_of_single_passes(target, draft, head):
 
 
 def test_noise_of_rounds_is_noticed(target, draft, head, monkeypatch):
-    """The mutant for the test above."""
-    monkeypatch.setattr(Noise, "drawn_at", lambda self, purpose, *place: (purpose, *place))
+    noise_of_rounds(monkeypatch)
     with pytest.raises(AssertionError):
         check_coupled(target, draft)
 

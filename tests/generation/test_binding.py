@@ -157,7 +157,7 @@ def test_a_call_within_a_call_of_a_bound_target(is_a_folder, tmp_path):
     options, hits = {**padded_batch(2), **OPTIONS, "max_new_tokens": 40}, []
     plain = of_plain.target.generate(**options, stopping_criteria=[of_plain])
     try:
-        for call in range(7):
+        for call in range(5):
             asks = Asks(target)
             output = target.generate(**options, stopping_criteria=[asks])
             assert torch.equal(output.sequences, plain.sequences) and output.ssd_stats.draft_failure is None

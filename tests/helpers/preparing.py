@@ -2,13 +2,14 @@
 
 import contextlib
 import dataclasses
+import random
 
 import pytest
 
 from hf_ssd.distributed.sessions import LocalSession
 from hf_ssd.generation import draft
 from hf_ssd.generation.proposers.proposers import Proposers
-from hf_ssd.rounds import AHEAD
+from hf_ssd.rounds import AHEAD, Plan
 
 
 def ahead(plan, config):
@@ -22,6 +23,21 @@ def prepare_until(speculator, plan, outcome_arrived):
     for _ in passes:
         if outcome_arrived():
             speculator.stop(passes)
+
+
+class Whims:
+    """Plans by chance, as if by the clock: how far and widely to draft, from where, and when an outcome arrives."""
+
+    def __init__(self):
+        self.random = random.Random(4)
+
+    def planned(self, *_):
+        fallback, lookahead = self.random.choice(["primary", "ngram", "random"]), self.random.randrange(5)
+        after_miss, budget = self.random.randint(0, lookahead), self.random.randrange(9)
+        return Plan(AHEAD, lookahead, after_miss, budget, fallback, early=self.random.choice([0, 7]))
+
+    def outcome_arrived(self):
+        return self.random.random() < 0.2
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from transformers import LogitsProcessorList
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper
 
 import hf_ssd
+from hf_ssd.noise import Noise
 
 SMALL, ROWS = 6, 256  # tokens of the vocabulary, and rows of each call
 PROMPT = torch.tensor([[2, 3, 4]])
@@ -83,6 +84,11 @@ def counts_of(
         counts += torch.bincount(new @ DIGITS, minlength=SMALL**3)
     assert speculated / calls > at_least
     return counts, exact_probabilities(target, prompt) if exact is None else exact
+
+
+def noise_of_rounds(monkeypatch):
+    """The mutant of coupled calls: noise belongs to a round, as where drafted tokens have noise of their own."""
+    monkeypatch.setattr(Noise, "drawn_at", lambda self, purpose, *place: (purpose, *place))
 
 
 def chi_square(counts, probabilities):

@@ -52,8 +52,7 @@ def generate(
             output = model.generate(
                 **{name: value.to("cuda") for name, value in inputs.items()},
                 **(SAMPLED if do_sample else {"do_sample": False}),
-                **options,
-                max_new_tokens=40,
+                **{"max_new_tokens": 40, **options},
                 assistant_model=draft,
                 ssd_config=config,
                 return_dict_in_generate=True,

@@ -158,10 +158,14 @@ class World:
 
     def run(self, planner, rounds=1500, skip=0, seed=1):
         """Returns tokens per second after the first `skip` rounds."""
+        return self.speeds(planner, [skip], rounds, seed)[0]
+
+    def speeds(self, planner, skips, rounds=1500, seed=1):
+        """Returns tokens per second after each of these numbers of rounds."""
         with contextlib.closing(self.call(planner, seed=seed)) as call:
-            stands = list(itertools.islice(call, 1, 2 * rounds, 2))
-        (began, tokens), (clock, all_tokens) = stands[skip - 1] if skip else (0.0, 0), stands[-1]
-        return (all_tokens - tokens) / (clock - began)
+            stands = [(0.0, 0), *itertools.islice(call, 1, 2 * rounds, 2)]
+        clock, tokens = stands[-1]
+        return [(tokens - stands[skip][1]) / (clock - stands[skip][0]) for skip in skips]
 
     def best_fixed(self):
         plans = [(k, b) for k in (1, 2, 3, 4, 6, 8, 11, 14) for b in (0, *BUDGETS[::2])]
