@@ -1,9 +1,7 @@
 """A running batch, which requests join from any thread. The names are those of transformers' continuous batching."""
 
 import contextlib
-import copy
 import dataclasses
-import functools
 import itertools
 import queue
 import threading
@@ -11,7 +9,7 @@ import time
 from collections.abc import Iterator
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 from .. import devices
@@ -26,14 +24,12 @@ from ..planning.cost_model import LOOKAHEADS
 from ..planning.experience import CallKind
 from ..planning.planner import planner_for
 from ..stats import SSDDecoderOnlyOutput
-from .api import SSDGenerationMixin, bound_to, move_stop_strings
-from .call_rows import CallRows
-from .checks import check_arguments, check_generation, check_joining, check_row
+from .api import bound_to
+from .checks import check_arguments, check_joining
 from .draft import FaultTolerantDraft
 from .loop import decode, target_cores, where_it_drafts
+from .request_maker import RequestMaker
 from .running_rows import Cancelled, Request, RunningRows
-from .sequences import Sequences, prompts_without_padding
-from .settings import Settings
 from .target import Target
 from .tokenizers import translation_for
 
@@ -112,7 +108,7 @@ class ContinuousBatching:
         longest = max(LOOKAHEADS) if config.lookahead == "auto" else config.lookahead
         check_supported(model, rows=max_rows, lookahead=longest)
         self.translation = translation_for(model, self.resolved, tokenizer, assistant_tokenizer)
-        self.vocab_size = model.config.get_text_config(decoder=True).vocab_size
+        self.maker = RequestMaker(model, config, self.resolved)
         self.device = devices.of_model(model)
         self.worker, self.draft_model = where_it_drafts(self.resolved, config.asynchronous)
         self.rows = RunningRows(max_rows, prefill_chunk, self.device, self._planner)
@@ -187,7 +183,7 @@ class ContinuousBatching:
             if streaming or request.has_ended.is_set():
                 outputs.put(output_of(request_id, request, created))
 
-        self.requests[request_id] = self._prepared(input_ids, changed, seed, **kwargs), outputs
+        self.requests[request_id] = self.maker.request(input_ids, changed, seed, **kwargs), outputs
         self.rows.waiting.append(self.requests[request_id][0])
         self.wake.set()
         return request_id
@@ -255,51 +251,13 @@ class ContinuousBatching:
         self.cancel_request(request_id)
         self.requests.pop(request_id, None)
 
-    # ---------------------------------------------------------------- a request
-
-    def _prepared(self, input_ids, changed, seed: int | None, streamer=None, **kwargs) -> Request:
-        """Returns the request as transformers' own `generate()` prepares it."""
-        ids = torch.as_tensor(input_ids, device=self.device)
-        ids = ids[None] if ids.dim() == 1 else ids
-        options = {"ssd_config": None} if isinstance(self.model, SSDGenerationMixin) else {}
-        move_stop_strings(self.model, kwargs)
-        made = functools.partial(self._request, changed=changed, seed=seed, of_the_user=streamer)
-        return self.model.generate(inputs=ids, custom_generate=made, streamer=streamer, **options, **kwargs)
-
-    def _request(
-        self,
-        model: PreTrainedModel,
-        input_ids: torch.LongTensor,
-        logits_processor,
-        stopping_criteria,
-        generation_config: GenerationConfig,
-        changed=None,
-        seed: int | None = None,
-        of_the_user=None,
-        **model_kwargs,
-    ) -> Request:
-        """A decoding method in the form that `generate(custom_generate=...)` calls, which decodes nothing yet."""
-        settings = Settings(logits_processor, stopping_criteria, generation_config, self.config)
-        check_generation(model, input_ids, settings, model_kwargs, self.resolved.model)
-        check_row(model, input_ids, settings, model_kwargs)
-        prompt = prompts_without_padding(input_ids, model_kwargs.get("attention_mask"))[0].tolist()
-        padding = input_ids.shape[1] - len(prompt)
-        generator = None if seed is None else torch.Generator().manual_seed(seed)
-        seed = int(torch.randint(2**31, (), generator=generator)) if settings.do_sample else 0  # as in a call
-        options = copy.copy(generation_config)
-        options.max_length = settings.max_length
-        rows = functools.partial(
-            CallRows, settings, Sequences(input_ids, settings), seed, self.vocab_size, [padding], streamer=of_the_user
-        )
-        return Request(prompt, padding, options, seed, rows, changed)
-
     # ---------------------------------------------------------------- the thread that decodes
 
     def _planner(self, rows: int):
         worker, draft = self.worker, self.worker or self.draft_model or self.model
         workers = 1 if worker is None else len(worker.workers)
         length = max(self.rows.lengths)
-        kind = CallKind(self.config, rows, self.vocab_size, None, length, workers, self.resolved.one_pass)
+        kind = CallKind(self.config, rows, self.maker.vocab_size, None, length, workers, self.resolved.one_pass)
         return planner_for(self.model, draft, kind)
 
     def _run(self) -> None:
@@ -323,7 +281,7 @@ class ContinuousBatching:
         with contextlib.closing(target), target.view._optimize_model_for_decode():
             while not self.is_closing and (self.rows.waiting or self.rows.live or self.rows.reading):
                 request = SessionRequest(
-                    self.config, GenerationConfig(), [blank] * self.max_rows, 0, self.vocab_size, self.translation
+                    self.config, GenerationConfig(), [blank] * self.max_rows, 0, self.maker.vocab_size, self.translation
                 )
                 request.forced, request.head = self.rows.forced, self.resolved.fallback
                 request.keep_prefixes, request.kept = self.keep_prefixes, self.kept_of_draft
