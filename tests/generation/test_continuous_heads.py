@@ -1,0 +1,274 @@
+"""Requests that join a running batch whose draft reads hidden states of the target."""
+
+import os
+import signal
+
+import pytest
+import torch
+
+import hf_ssd
+from hf_ssd.config import SSDConfig
+from hf_ssd.distributed import transport
+from hf_ssd.distributed.assistant import DraftAssistant
+from hf_ssd.drafting.block_drafter import BlockDrafter
+from hf_ssd.drafting.head_drafter import HeadDrafter, HeadPrefix
+from hf_ssd.drafting.heads import loading
+from hf_ssd.drafting.heads.mtp import MtpHead
+from hf_ssd.drafting.speculator import Speculator
+from hf_ssd.generation.target import Features
+from hf_ssd.rounds import AHEAD, IN_TURN, PREPARED
+
+from ..helpers.assistants import dflash_draft, gemma4_assistant, gemma4_target
+from ..helpers.heads import tiny_head, tiny_mtp_head
+from ..helpers.preparing import preparing
+from ..helpers.thread_worker import ThreadWorker
+from ..helpers.tiny import ready, tiny_draft, tiny_model
+from .test_continuous import MODES, After, accepted_counts, all_results, equal_to_alone, greedy, mixed, plainly, run
+
+
+def eagle3():
+    target = hf_ssd.enable(tiny_model())
+    return target, tiny_head(target), {"budget": 8}
+
+
+def mtp():
+    target = hf_ssd.enable(tiny_model())
+    loading._heads[target] = {MtpHead: tiny_mtp_head(target)}  # as if it had been loaded from the checkpoint
+    return target, None, {"drafter": "mtp"}
+
+
+def dflash():
+    target = hf_ssd.enable(tiny_model())
+    return target, dflash_draft(target), {}
+
+
+def gemma4():
+    target = hf_ssd.enable(gemma4_target())
+    return target, gemma4_assistant(target), {}
+
+
+HEADS = [eagle3, mtp, dflash, gemma4]
+OPTIONS = {"lookahead": 3, "on_draft_failure": "raise"}
+
+
+def hot():
+    """Requests that sample so evenly that an untrained head is often right, and a greedy one."""
+    return [{**one, "temperature": 3.0} if one["do_sample"] else one for one in mixed()]
+
+
+def drafted_in(call) -> dict[tuple, list[int]]:
+    """The tokens that heads draft just in time in a call, by the verified tokens of the row."""
+    drafted = {}
+
+    def spied(complete):
+        def spy(self, ready, width, plan):
+            prefix = self.prefix
+            texts = [tuple(ids[:n].tolist()) for ids, n in zip(prefix.ids.values, prefix.lengths)]
+            speculation, steps = complete(self, ready, width, plan)
+            for row, (text, goes_on) in enumerate(zip(texts, prefix.goes_on)):
+                if goes_on and not ready.tokens[row]:
+                    drafted[text] = speculation.tokens[row]
+            return speculation, steps
+
+        return spy
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (HeadDrafter, BlockDrafter):
+            patch.setattr(kind, "complete", spied(kind.complete))
+        call()
+    return drafted
+
+
+def alone(target, draft, requests, **settings):
+    """Calls of their own, coupled and in turn: their texts, the counts that they accept, and what is drafted."""
+    config = SSDConfig(**OPTIONS, **settings, asynchronous=False, verification="coupled")
+    outputs = []
+
+    def calls():
+        for number, one in enumerate(requests):
+            torch.manual_seed(number)
+            options = {"assistant_model": draft, "ssd_config": config, "return_dict_in_generate": True}
+            outputs.append(target.generate(**one, **options))
+
+    drafted = drafted_in(calls)
+    counts = [[record.accepted for record in one.ssd_stats.records] for one in outputs]
+    return [one.sequences for one in outputs], dict(enumerate(counts)), drafted
+
+
+def is_as_alone(make, expected=None, requests=hot):
+    """Whether texts are those of calls alone, and whether accepted counts and drafted tokens are."""
+    target, draft, settings = make()
+    texts, counts, drafted = expected or alone(target, draft, requests(), **settings)
+    found = []
+    options = {**OPTIONS, **settings, "asynchronous": False}
+    in_batch = drafted_in(lambda: found.extend(run(target, draft, requests(), options, seeds=range(5))))
+    assert [one.error for one in found] == [None] * 5
+    assert {record.mode for one in found for record in one.rows.stats.records} == {IN_TURN}
+    is_equal = all(torch.equal(one.output, text) for one, text in zip(found, texts))
+    # A call ends with its row, while here something may be drafted for a row that has just ended, beside others.
+    are_equal = all(in_batch.get(text) == tokens for text, tokens in drafted.items())
+    return is_equal, are_equal and accepted_counts([one.rows.stats.records for one in found]) == counts
+
+
+@pytest.mark.parametrize("make", HEADS)
+def test_a_head_drafts_for_a_row_what_it_drafts_alone(make):
+    expected = alone(*(pair := make())[:2], hot(), **pair[2])
+    assert sum(sum(count) for counts in expected[1].values() for count in counts) > 10 and len(expected[2]) > 50
+    assert is_as_alone(lambda: pair, expected) == (True, True)
+
+
+@pytest.mark.parametrize(
+    "make", [mark if mark is eagle3 else pytest.param(mark, marks=pytest.mark.slow) for mark in HEADS]
+)
+def test_greedy_texts_are_those_of_calls(make):
+    assert is_as_alone(make, requests=greedy) == (True, True)
+
+
+def of_the_earlier_row(monkeypatch):
+    """The target keeps the features of the row that had the place before."""
+    monkeypatch.setattr(
+        Features, "take_row", lambda self, row, texts: self.lengths.__setitem__(row, sum(map(len, texts)))
+    )
+
+
+def states_of_the_earlier_row(monkeypatch):
+    """The head keeps the states of the row that had the place before, also after the tokens that are verified."""
+
+    def read(self, row, *others):
+        if others[0] == 0:
+            self.known[row] = 0
+        super(HeadPrefix, self).read(row, *others)
+
+    monkeypatch.setattr(HeadPrefix, "read", read)
+
+
+def before_the_features(monkeypatch):
+    """The head reads a text without its features."""
+    inputs_of = HeadPrefix._inputs_of
+
+    def of_zeros(self, row, columns):
+        states = self.states.values.clone()
+        self.states.values[row] = 0
+        inputs = inputs_of(self, row, columns)
+        self.states.values = states
+        return inputs
+
+    monkeypatch.setattr(HeadPrefix, "_inputs_of", of_zeros)
+
+
+@pytest.mark.parametrize(
+    "mutant, make",
+    [(of_the_earlier_row, eagle3), (states_of_the_earlier_row, dflash), (before_the_features, eagle3)],
+)
+def test_mistakes_are_noticed(mutant, make, monkeypatch):
+    expected = alone(*(pair := make())[:2], hot(), **pair[2])
+    mutant(monkeypatch)
+    assert is_as_alone(lambda: pair, expected) == (True, False)
+
+
+def test_rows_join_while_the_head_prepares(monkeypatch):
+    """Just in time it drafts what it drafts in turn, after hits too."""
+    target, head, settings = eagle3()
+    texts, _, drafted = alone(target, head, hot(), **settings)
+    found = []
+    with preparing() as hits:
+        options = {**OPTIONS, **settings, "asynchronous": False}
+        ours = drafted_in(lambda: found.extend(run(target, head, hot(), options, seeds=range(5))))
+    assert all(torch.equal(one.output, text) for one, text in zip(found, texts))
+    common = drafted.keys() & ours.keys()
+    assert sum(hits) > 3 and len(common) > 40 and all(drafted[text] == ours[text] for text in common)
+
+
+@pytest.mark.parametrize("requests, seeds", [(greedy, None), (hot, range(5))])
+def test_rows_join_a_worker_with_a_head(requests, seeds):
+    target, head, settings = eagle3()
+    texts, *_ = alone(target, head, requests(), **settings)
+    with hf_ssd.launch_draft(head, num_threads=1) as assistant:
+        is_equal, records = equal_to_alone(
+            target, assistant, MODES[AHEAD], lambda number, _: texts[number], requests(), seeds=seeds
+        )
+    assert is_equal and {record.mode for of_one in records for record in of_one} == {AHEAD}
+    assert sum(sum(record.hits) for of_one in records for record in of_one) > 3
+
+
+def test_a_worker_takes_features_of_long_prompts(monkeypatch):
+    """Their message is larger than others may be."""
+    target, head, settings = eagle3()
+    monkeypatch.setattr(transport, "LARGEST_PAYLOAD", 10_000)
+    with DraftAssistant([ThreadWorker(head)]) as assistant:
+        config = SSDConfig(lookahead=3, budget=8, on_draft_failure="raise")
+        with hf_ssd.continuous_batching(target, assistant, config, max_rows=1) as manager:
+            one = {"input_ids": torch.arange(300)[None] % 90 + 2, "max_new_tokens": 9, "do_sample": False}
+            assert torch.equal(manager.generate(**one), plainly(target)(0, one))
+        assert manager.rows.draft.failure is None
+
+
+def test_a_draft_that_takes_over_gets_all_features(monkeypatch):
+    """The first draft fails while rows are decoded; the next request that joins brings another, which reads all."""
+    target, head, settings = eagle3()
+    requests = [{**one, "max_new_tokens": n} for one, n in zip(hot()[:2], (60, 20))]
+    texts, _, drafted = alone(target, head, requests, **settings)
+    config, look_up, seen = SSDConfig(lookahead=3, asynchronous=False), Speculator.look_up, []
+
+    def failing(self, *told):
+        seen.append(self)
+        if len(seen) == 6:
+            raise RuntimeError("of the draft")
+        return look_up(self, *told)
+
+    monkeypatch.setattr(Speculator, "look_up", failing)
+    ours = {}
+    with hf_ssd.continuous_batching(target, head, config, max_rows=2) as manager:
+
+        def join():
+            ids.append(manager.add_request(**requests[1], seed=1))
+
+        def call():
+            ids.append(manager.add_request(**requests[0], seed=0, streamer=After(join, 12)))
+            assert manager.requests[ids[0]][0].has_ended.wait(60)
+
+        ids = []
+        ours = drafted_in(call)
+        found = [manager.requests[one][0] for one in ids]
+        all_results(manager, ids)
+        assert manager.rows.draft.failure is None and len({*seen}) == 2
+    assert all(torch.equal(one.output, text) for one, text in zip(found, texts))
+    assert len(ours) > 30 and all(drafted.get(text, tokens) == tokens for text, tokens in ours.items())
+    later = {len(text) for text in ours if text[:5] == tuple(requests[0]["input_ids"][0].tolist())}
+    assert max(later) > 5 + 40 and len(drafted.keys() & ours.keys()) > 25
+
+
+def test_a_killed_worker_with_a_head_costs_no_token():
+    target, head, _ = eagle3()
+    requests = [{**one, "max_new_tokens": n} for one, n in zip(greedy(), (100, 40))]
+    with hf_ssd.launch_draft(head, num_threads=1) as assistant:
+        kill = After(lambda: os.kill(assistant.workers[0].worker_info["pid"], signal.SIGKILL), 6)
+        with hf_ssd.continuous_batching(target, assistant, SSDConfig(**MODES[AHEAD])) as manager:
+            ids = [manager.add_request(**requests[0], streamer=kill)]
+            first = manager.requests[ids[0]][0]
+            ids.append(manager.add_request(**requests[1], streamer=After(lambda: None)))
+            found = [manager.requests[one][0] for one in ids]
+            all_results(manager, ids)
+            assert first.rows.stats.records[-1].mode == "plain"
+            ready(assistant)
+            ids = [manager.add_request(**requests[1])]
+            found.append(manager.requests[ids[0]][0])
+            all_results(manager, ids)
+        assert assistant.restarts == 1 and manager.rows.draft.failure is None
+    for one, number in zip(found, (0, 1, 1)):
+        assert torch.equal(one.output, plainly(target)(number, requests[number]))
+    assert {record.mode for record in found[2].rows.stats.records} == {AHEAD}
+
+
+def test_the_layer_of_the_target_drafts_after_a_miss():
+    """The fallback follows the texts of all rows, beside a draft that reads tokens alone."""
+    target, _, settings = mtp()
+    texts, _, drafted = alone(target, None, hot(), **settings)
+    found, options = [], {**OPTIONS, "budget": 3, "fallback": "mtp", "asynchronous": False}
+    with preparing():
+        ours = drafted_in(lambda: found.extend(run(target, tiny_draft(), hot(), options, seeds=range(5))))
+    assert all(torch.equal(one.output, text) for one, text in zip(found, texts))
+    common = drafted.keys() & ours.keys()
+    assert len(common) > 30 and all(drafted[text] == ours[text] for text in common)
+    sources = {source for one in found for record in one.rows.stats.records for source in record.sources}
+    assert {"mtp", PREPARED} <= sources
