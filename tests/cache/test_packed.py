@@ -23,7 +23,7 @@ from hf_ssd.cache.packed import packed_forwards
 from hf_ssd.cache.ragged import RaggedCache
 
 from ..helpers.heads import tiny_head
-from ..helpers.packing import PACKS
+from ..helpers.packing import DTYPES, PACKS
 from ..helpers.tiny import VOCAB, padded_batch, speculated, tiny_draft, tiny_model
 
 EXACT = {"atol": 1e-4, "rtol": 1e-4}
@@ -61,7 +61,7 @@ def logits(model, pack_weights):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(40,), (1, 40), (2, 3, 40), (0, 40), (2, 1, 33, 40)], ids=str)
 @torch.no_grad()
 def test_a_product_with_a_packed_weight_is_that_of_the_layer(shape, dtype, bias):

@@ -21,6 +21,7 @@ from hf_ssd.cache.packed_experts import PackedExperts
 from hf_ssd.cache.ragged import RaggedCache
 
 from ..helpers.families import EXPERTS, sharp_model, tiny_config
+from ..helpers.packing import DTYPES
 from ..helpers.tiny import padded_batch, speculated
 
 WIDTH, INNER = 40, 24
@@ -70,7 +71,7 @@ def check(experts, forward, inputs):
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 5, 40])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_experts_give_what_transformers_functions_give(kind, dtype, tokens):
     experts = experts_of(kind, dtype)

@@ -30,6 +30,7 @@ from hf_ssd.cli.main import main
 from hf_ssd.generation import draft as draft_of_a_call
 
 from ..helpers.families import sharp_model, tiny_config
+from ..helpers.packing import needs_bfloat16
 from ..helpers.tiny import SIZES, padded_batch, speculated, tiny_draft, tiny_model
 
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -309,6 +310,7 @@ def test_a_model_prepared_for_mixed_precision_speculates(is_bound_before, accele
     assert output.logits[0].dtype == torch.float32 and output.ssd_stats.tokens_per_round > 1.2
 
 
+@needs_bfloat16
 def test_the_tolerance_is_that_of_the_precision_in_which_matrices_are_multiplied(accelerator, monkeypatch):
     """Float32 without autocast keeps its own tolerance: what it is given is not looser than before."""
     used, same = [], trial._are_same

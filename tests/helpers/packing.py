@@ -2,9 +2,15 @@
 
 import os
 
+import pytest
+import torch
+
 from hf_ssd import SSDConfig
 
 PACKS = os.environ.get("HF_SSD_PACK_WEIGHTS") == "1"
+HAS_BFLOAT16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # emulated otherwise, one product like another
+needs_bfloat16 = pytest.mark.skipif(not HAS_BFLOAT16, reason="this processor has no products of bfloat16")
+DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=needs_bfloat16)]  # of weights that can be packed
 
 
 def packing(self, check=SSDConfig.__post_init__):
