@@ -43,8 +43,9 @@ class SharedChannel:
         with self.sending:  # a translation that is kept is that of the call before, in the order of arrival
             self.channel.make_room(len(request.prompts), request.vocab_size)
             if translation is not None and translation is not self.translation:
-                self.translation, values["translation"] = translation, translation.to_tensor()
+                values["translation"] = translation.to_tensor()
             self.send(Message(Kind.START, number, payload=values))
+            self.translation = translation or self.translation  # not before, because an interrupt may keep it here
 
     def send(self, message: Message, payload: torch.Tensor | None = None) -> None:
         """Starts to send a message and the payload that it announces. Of a broken channel only `receive` tells."""

@@ -205,10 +205,10 @@ def test_what_a_worker_writes_to_its_standard_error_is_bounded(assistant):
         stderr.write("the last one, café\n".encode())
     deadline = time.monotonic() + 30
     while os.fstat(worker.process.stderr.fileno()).st_size > limit and time.monotonic() < deadline:
-        worker.stderr_tail()  # moves no place at which the worker writes
+        worker.process.stderr_tail()  # moves no place at which the worker writes
         time.sleep(0.05)
     assert os.fstat(worker.process.stderr.fileno()).st_size <= limit
-    written = worker.stderr_tail()
+    written = worker.process.stderr_tail()
     assert written.endswith("a warning of many\nthe last one, café") and len(written) <= worker_process.STDERR_TAIL
 
 
