@@ -40,13 +40,14 @@ def answer(manager, ids: torch.LongTensor, tokens: int) -> tuple[torch.LongTenso
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target", nargs="?", default=str(PAIR / "target"), help="default: the small pair")
-    parser.add_argument("draft", nargs="?", help="default: the small pair's, none for another target")
+    parser.add_argument("draft", nargs="?", help="default: the small pair's; n-grams for another target")
     parser.add_argument("--tokens", type=int, default=1500, help="of the first turn's prompt")
     parser.add_argument("--answer", type=int, default=32, help="tokens of each answer")
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     draft = args.draft or (str(PAIR / "draft") if args.target == str(PAIR / "target") else None)
-    target = AutoModelForCausalLM.from_pretrained(args.target, dtype="auto")
+    target = AutoModelForCausalLM.from_pretrained(args.target, dtype="float32")
+    config = None if draft else hf_ssd.SSDConfig(drafter="ngram")
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     text = tokenizer(Path(argparse.__file__).read_text(), return_tensors="pt")["input_ids"]
     question = tokenizer(QUESTION, add_special_tokens=False, return_tensors="pt")["input_ids"]
@@ -54,7 +55,7 @@ def main() -> None:
     for repeat in tqdm(range(args.repeats), desc="turns of both ways"):
         ids = text[:, repeat * args.tokens % (text.shape[1] - args.tokens) :][:, : args.tokens]
         for way, keep in WAYS.items():
-            with hf_ssd.continuous_batching(target, draft, keep_prefixes=keep) as manager:
+            with hf_ssd.continuous_batching(target, draft, config, keep_prefixes=keep) as manager:
                 first_turn = answer(manager, ids, args.answer)[0]
                 found[way].append(answer(manager, torch.cat([first_turn, question], dim=1), args.answer)[1:])
     print(f"| the first turn, of {args.tokens} tokens, is | first token, s | last token, s | tokens not read |")
