@@ -122,7 +122,7 @@ class CachedModel:
         is_slice = is_even and self.cache.window is None
         self.cache.place(slice(start, start + count) if is_slice else places[0], width)
         sees_all = count == 1 and is_slice and self.needs_no_mask_for_one
-        is_prefill = self.cache.is_empty and self.valid is None
+        is_prefill = not start and self.cache.is_empty and self.valid is None
         if self.reads_2d_masks or is_prefill or sees_all:
             mask = None  # no column is hidden, and the attention function is causal by itself
         else:

@@ -1,7 +1,6 @@
 """The draft as users hold it: one or several workers that serve call after call."""
 
 import dataclasses
-import itertools
 import os
 import threading
 import time
@@ -49,7 +48,7 @@ class DraftAssistant:
         self.workers, self.cores, self.weights = workers, cores, weights
         self.ranks = TargetRanks() if ranks is None else ranks
         self.process = os.getpid()  # a forked child does not own the workers
-        self.restarts, self.sessions = 0, itertools.count(1)  # session 0 is that of messages that belong to no call
+        self.restarts = self.sessions = 0  # session 0 is that of messages that belong to no call
         self.lock = threading.Lock()  # of whoever starts or ends workers, or copies weights for them
         self.closed = False
         # If the user does not call `close`, the workers must still end before their channels are collected as garbage.
@@ -134,7 +133,8 @@ class DraftAssistant:
             if accelerators and devices.identity(device) in accelerators:
                 devices.warn_of_sharing(device)
             kind, of_call = (WorkerSession, workers[0]) if len(workers) == 1 else (SeveralDrafts, workers)
-            return kind(of_call, next(self.sessions), request)
+            self.sessions += 1
+            return kind(of_call, self.sessions, request)
 
     def _current_weights(self) -> int:
         """Copies the draft's current weights for the workers, and returns their version."""

@@ -176,7 +176,7 @@ class WorkerSession(DraftSession):
 
     def join(self, row: int, start: int, tokens: list[int], options: GenerationConfig | None, seed: int) -> None:
         settings = None if options is None else settings_of(options)
-        self._send(Kind.JOIN, [row, start, tokens, settings, seed], ahead=1)
+        self.channel.send(Message(Kind.JOIN, self.number, self.round + 1, [row, start, tokens, settings, seed]))
 
     def send_outcome(self, outcome: Outcome, plan: Plan) -> None:
         self.round += 1
@@ -185,16 +185,13 @@ class WorkerSession(DraftSession):
         if states is not None and len(states):  # the outcome leaves first, and the states are copied after it
             states = states.float() if states.dtype == torch.float64 else states
             announced = Message(Kind.FEATURES, payload=states.flatten())
-        self._send(Kind.OUTCOME, wire.write_outcome(outcome, plan), announced)
+        payload = wire.write_outcome(outcome, plan)
+        self.channel.send(Message(Kind.OUTCOME, self.number, self.round, payload, announces=announced))
 
     def send_proposals(self, tokens: list[list[int]], sources: list[str], width: int = 0) -> None:
         """With a `width`, asks the worker for the tokens that rows lack, and it answers with a speculation."""
         told = Speculation(tokens, None, RoundRecord(lookahead=width, sources=sources))
-        self._send(Kind.SPECULATION, wire.write_speculation(told))
-
-    def _send(self, kind: Kind, payload: list, announced: Message | None = None, ahead: int = 0) -> None:
-        message = Message(kind, self.number, self.round + ahead, payload, announces=announced)
-        self.channel.send(message, None if announced is None else announced.payload)
+        self.channel.send(Message(Kind.SPECULATION, self.number, self.round, wire.write_speculation(told)))
 
     def receive_speculation(self, timeout: float | None = None) -> Speculation:
         self.speculation = self._receive(Kind.SPECULATION, timeout, wire.read_speculation, self.rows, self.vocab_size)

@@ -4,8 +4,6 @@ import threading
 import time
 from collections import deque
 
-import torch
-
 from .transport import AWAKE, WAIT_SLICE, Channel, PeerLost
 from .wire import Kind, Message
 
@@ -47,15 +45,15 @@ class SharedChannel:
             self.send(Message(Kind.START, number, payload=values))
             self.translation = translation or self.translation  # not before, because an interrupt may keep it here
 
-    def send(self, message: Message, payload: torch.Tensor | None = None) -> None:
+    def send(self, message: Message) -> None:
         """Starts to send a message and the payload that it announces. Of a broken channel only `receive` tells."""
         with self.sending:
             if self.is_broken:
                 return
             try:
                 self.channel.send(message)
-                if payload is not None:
-                    self.channel.send_announced(payload)
+                if message.announces is not None:
+                    self.channel.send_announced(message.announces.payload)
             except BaseException:
                 self.is_broken = True
                 raise
@@ -76,27 +74,20 @@ class SharedChannel:
                 self.receiver = number
             try:
                 # A thread that spins would keep Python from the threads of the other sessions.
-                self.channel.awake = 0.0 if self.is_shared else awake
-                self._deliver(self.channel.receive(max(0.0, deadline - time.monotonic())))
+                self.channel.awake = 0.0 if len(self.inboxes) > 1 else awake
+                message = self.channel.receive(max(0.0, deadline - time.monotonic()))
+                with self.changed:  # a worker that could not read a message does not know whose it was
+                    is_for_all = message.kind == Kind.ERROR and not message.session
+                    for session in list(self.inboxes) if is_for_all else {message.session} & self.inboxes.keys():
+                        self.inboxes[session].append(message)
                 self.channel.expect()  # the next message may arrive while the target computes
             except BaseException as error:
                 self.is_broken |= isinstance(error, PeerLost) or not self.channel.is_waiting
                 raise
             finally:
-                self._hand_over(number)
-
-    def _deliver(self, message: Message) -> None:
-        """Puts a message into the inbox of its session. A worker that could not read a message does not know whose."""
-        with self.changed:
-            is_for_all = message.kind == Kind.ERROR and not message.session
-            for number in list(self.inboxes) if is_for_all else {message.session} & self.inboxes.keys():
-                self.inboxes[number].append(message)
-
-    def _hand_over(self, number: int) -> None:
-        with self.changed:
-            if self.receiver == number:
-                self.receiver = None
-            self.changed.notify_all()
+                with self.changed:
+                    self.receiver = None if self.receiver == number else self.receiver
+                    self.changed.notify_all()
 
     def leave(self, number: int, is_reusable: bool) -> None:
         """Ends a session, and the worker if it cannot be used again. May be called more than once."""
@@ -108,6 +99,7 @@ class SharedChannel:
         with self.changed:
             self.inboxes.pop(number, None)
             is_last = self.is_broken and not self.inboxes
-        self._hand_over(number)
+            self.receiver = None if self.receiver == number else self.receiver  # it may have been interrupted
+            self.changed.notify_all()
         if is_last:
             self.channel.close()

@@ -65,7 +65,7 @@ def test_a_message_and_its_payload_are_not_divided(ends):
     def say(number):
         for _ in range(COUNT):
             payload = torch.full((300,), float(number))
-            ends.channel.send(Message(Kind.OUTCOME, number, announces=Message(Kind.FEATURES, payload=payload)), payload)
+            ends.channel.send(Message(Kind.OUTCOME, number, announces=Message(Kind.FEATURES, payload=payload)))
 
     def listen():
         for _ in range(2 * COUNT):
@@ -121,7 +121,7 @@ def test_half_a_message_ends_the_worker_for_all(ends, monkeypatch):
     payload = torch.zeros(9)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(ends.channel.channel, "send_announced", lambda payload: (_ for _ in ()).throw(KeyboardInterrupt))
-        ends.channel.send(Message(Kind.OUTCOME, 1, announces=Message(Kind.FEATURES, payload=payload)), payload)
+        ends.channel.send(Message(Kind.OUTCOME, 1, announces=Message(Kind.FEATURES, payload=payload)))
     assert not ends.channel.is_alive
     with pytest.raises(PeerLost):
         ends.channel.receive(2, 10)

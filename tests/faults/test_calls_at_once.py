@@ -9,7 +9,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_ssd
 from hf_ssd.distributed.sessions import WorkerSession
-from hf_ssd.distributed.shared_channel import SharedChannel
+from hf_ssd.distributed.transport import Channel
 from hf_ssd.rounds import AHEAD, Outcome
 
 from ..helpers.calls import call
@@ -106,16 +106,16 @@ def test_two_targets_have_one_draft(target, other, workers, count, kind):
 
 def test_a_message_that_is_given_to_another_call_is_noticed(target, other, one, monkeypatch):
     """The mutant."""
-    deliver = SharedChannel._deliver
+    receive, sessions = Channel.receive, set()
 
-    def wrongly(self, message):
-        if len(self.inboxes) == 2 and message.session in self.inboxes and message.round == 3:
-            (wrong,) = self.inboxes.keys() - {message.session}
-            self.inboxes[wrong].append(message)
-        else:
-            deliver(self, message)
+    def wrongly(self, timeout):
+        message = receive(self, timeout)
+        sessions.add(message.session)
+        if len(sessions) == 2 and message.round == 3:
+            (message.session,) = sessions - {message.session}
+        return message
 
-    monkeypatch.setattr(SharedChannel, "_deliver", wrongly)
+    monkeypatch.setattr(Channel, "receive", wrongly)
     with pytest.raises(AssertionError):
         check_two_calls([target, other], one, "greedy")
 

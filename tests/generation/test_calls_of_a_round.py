@@ -72,4 +72,4 @@ def test_a_greedy_round_with_a_fixed_plan_calls_few_functions(target, assistant,
     records = output.ssd_stats.records
     assert len(records) > 5 and {record.mode for record in records} == {AHEAD} and output.ssd_stats.hit_rate > 0
     of_whole_rounds = rounds[2:-1]  # between the first outcome, of the prefill, and the last
-    assert len(of_whole_rounds) > 3 and max(map(Counter.total, of_whole_rounds)) <= MOST, of_whole_rounds[-1]
+    assert len(of_whole_rounds) > 3 and max(map(Counter.total, of_whole_rounds)) <= MOST, dict(of_whole_rounds[-1])
