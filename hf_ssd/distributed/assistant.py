@@ -49,7 +49,8 @@ class DraftAssistant:
         self.ranks = TargetRanks() if ranks is None else ranks
         self.process = os.getpid()  # a forked child does not own the workers
         self.restarts = self.sessions = 0  # session 0 is that of messages that belong to no call
-        self.lock = threading.Lock()  # of whoever starts or ends workers, or copies weights for them
+        # Of whoever starts or ends workers, or copies weights for them. An interrupted thread may take it again.
+        self.lock = threading.RLock()
         self.closed = False
         # If the user does not call `close`, the workers must still end before their channels are collected as garbage.
         self.finalizer = weakref.finalize(self, _end_all, self.process, workers, weights)
