@@ -166,7 +166,10 @@ class Interrupt:
 
 
 def interrupted_everywhere(target, assistant):
-    """Interrupts a call at one line after the other, and yields those after which the next one did not speculate."""
+    """
+    Interrupts a call at one line after the other, and yields those after which the call had not ended for its worker,
+    or the next call did not speculate.
+    """
     places = set()
     for at in range(1, 1000):
         with Interrupt(at) as interrupt:
@@ -174,6 +177,8 @@ def interrupted_everywhere(target, assistant):
         if interrupt.where is None:
             break
         places.add(interrupt.where)
+        if any(worker.channel is not None and worker.channel.inboxes for worker in assistant.workers):
+            yield interrupt.where  # the worker still has the call
         try:
             stats = call(target, ready(assistant), rows=1, new_tokens=12).ssd_stats
             if not stats.hit_rate:
