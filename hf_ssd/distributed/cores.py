@@ -98,7 +98,7 @@ class DraftCores:
     """
     The cores of a draft worker: its share beside the target, and those of both while the target waits for it. It may
     serve several calls, each with a target that knows nothing of the others. So it has half of the cores only if all
-    calls leave it half, and the cores of both only if there is one call, whose target waits.
+    calls leave it half, and the cores of both only for a single call, whose target waits.
     """
 
     def __init__(

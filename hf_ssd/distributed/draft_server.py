@@ -51,8 +51,8 @@ class Call:
 
 class DraftServer:
     """
-    Serves any number of generate() calls over a channel: it handles a message if one has come, and otherwise takes a
-    pass of one call's preparation, of the calls in turn. `weights` describes those that the model shares, if it does.
+    Serves any number of generate() calls over a channel: it handles a message that has come, and otherwise takes a pass
+    of a call's preparation, of the calls in turn. `weights` describes those that the model shares, if it does.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class DraftServer:
         self.prefix: VerifiedPrefix | None = None  # of the call that ended last, which the next call may continue
         self.kept = KeptPrefixes()  # of rows of running batches
         self.weights, self.weights_version = weights, 0 if weights is None else weights["version"]
-        self.translation: Translation | None = None  # the last one that came, for calls whose tokenizers differ
+        self.translation: Translation | None = None  # which came last, for calls whose tokenizers differ
 
     @torch.inference_mode()
     def serve(self) -> None:
@@ -153,7 +153,7 @@ class DraftServer:
         self.prefix = call.speculator.drafter.prefix
 
     def _give_up(self, number: int) -> None:
-        """Ends the call that has failed, or all calls if it is not known which one has."""
+        """Ends the call that has failed, or all calls if it is not known which has."""
         for one in [number] if number else list(self.calls):
             self.calls.pop(one, None)
         self._share_cores()

@@ -10,7 +10,7 @@ from .wire import Kind, Message
 
 class SharedChannel:
     """
-    Sends whole messages of each session, and gives each session the messages for it. One of the threads that wait
+    Sends whole messages of each session, and gives each session the messages for it. A single thread of those that wait
     receives for all of them. The worker's failure is that of all sessions, and so is half a message, which an interrupt
     may leave behind: the channel `is_broken` then. It is closed with the last session, because a channel that a thread
     uses cannot be closed.
@@ -23,7 +23,7 @@ class SharedChannel:
         self.receiver: int | None = None  # the session whose thread receives
         self.sending = threading.RLock()
         self.is_broken = False
-        self.translation = None  # the last one that was sent
+        self.translation = None  # which was sent last
 
     @property
     def is_alive(self) -> bool:
