@@ -10,6 +10,7 @@ from transformers.generation.streamers import BaseStreamer
 import hf_ssd
 from hf_ssd.distributed.sessions import WorkerSession
 from hf_ssd.distributed.transport import Channel
+from hf_ssd.distributed.wire import Kind
 from hf_ssd.rounds import AHEAD, Outcome
 
 from ..helpers.calls import call
@@ -75,9 +76,10 @@ def check_speculates(stats):
     assert {*stats.column("mode")} == {AHEAD} and stats.hit_rate > 0.1
 
 
-def check_two_calls(targets, assistant, kind):
+def check_two_calls(targets, assistant, kind, **more):
     """The second call is the shorter one, and ends before the first does."""
     (options, settings), over = KINDS[kind], threading.Event()
+    settings = {**settings, **more}
 
     def generate(number, processor):
         of_call = {**options, "settings": settings, "max_new_tokens": SHORT if number else LONG, "rows": 1 + 2 * number}
@@ -106,18 +108,20 @@ def test_two_targets_have_one_draft(target, other, workers, count, kind):
 
 def test_a_message_that_is_given_to_another_call_is_noticed(target, other, one, monkeypatch):
     """The mutant."""
-    receive, sessions = Channel.receive, set()
+    receive, swapped = Channel.receive, []
 
     def wrongly(self, timeout):
         message = receive(self, timeout)
-        sessions.add(message.session)
-        if len(sessions) == 2 and message.round == 3:
-            (message.session,) = sessions - {message.session}
+        sessions = list(one.workers[0].channel.inboxes)
+        if len(sessions) == 2 and message.kind == Kind.SPECULATION and not swapped:
+            swapped.append(message.session)
+            message.session = sessions[not sessions.index(message.session)]
         return message
 
     monkeypatch.setattr(Channel, "receive", wrongly)
     with pytest.raises(AssertionError):
-        check_two_calls([target, other], one, "greedy")
+        check_two_calls([target, other], one, "greedy", timeout=1.0)
+    assert swapped
 
 
 class At(BaseStreamer):
