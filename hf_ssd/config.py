@@ -12,6 +12,7 @@ from pathlib import Path
 
 CONFIG_NAME = "ssd_config.json"
 LONGEST_LOOKAHEAD = 64  # tokens
+MOST_NODES = 256  # of a row's token tree
 
 
 def _names_settings(cls: type) -> type:
@@ -49,6 +50,12 @@ class SSDConfig:
         budget (`int` or `str`, *optional*, defaults to `"auto"`):
             Number of verification outcomes prepared for each row in each round, B in the paper. At least 1. `"auto"`
             chooses it in the same way as the lookahead.
+        tree_nodes (`int` or `str`, *optional*, defaults to `"auto"`):
+            How many drafted tokens are verified for each row in a pass: the `lookahead` tokens of the speculation, and
+            beside them, as further leaves of a token tree, those that the draft ranks next where it is least certain.
+            At most 256. `"auto"` verifies no others, because they were not found to pay on a CPU. Takes effect where a
+            mask can hide columns and tokens are decided by comparison: in greedy decoding and with
+            `verification="coupled"`.
         fan_out (`str` or `list[int]`, *optional*, defaults to `"confidence"`):
             How the budget is shared between the accepted counts 0 to K, F_k in the paper: `"confidence"` (the most
             likely outcomes of this round), `"geometric"` (Theorem 12), `"uniform"`, or a list of lookahead + 1
@@ -113,6 +120,7 @@ class SSDConfig:
 
     lookahead: int | str = "auto"
     budget: int | str = "auto"
+    tree_nodes: int | str = "auto"
     fan_out: str | list[int] = "confidence"
     saguaro_c: float = 1.0
     verification: str = "rejection"
@@ -143,6 +151,10 @@ class SSDConfig:
                 f'"auto" or an integer between 0 and {longest}',
             ),
             "budget": (self.budget == "auto" or _is_integer(self.budget, 1), '"auto" or an integer of at least 1'),
+            "tree_nodes": (
+                self.tree_nodes == "auto" or _is_integer(self.tree_nodes, 1, MOST_NODES),
+                f'"auto" or an integer between 1 and {MOST_NODES}',
+            ),
             "saguaro_c": (0 <= c <= 1, "a number between 0 and 1"),
             "verification": (self.verification in VERIFICATIONS, ", ".join(f'"{name}"' for name in VERIFICATIONS)),
             "fallback": (self.fallback in FALLBACKS if has_named_fallback else _has_propose(self.fallback), _FALLBACK),

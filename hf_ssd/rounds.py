@@ -38,6 +38,7 @@ class Plan:
     budget: int = 0  # outcomes to prepare for each row, B in the paper; 0 unless the mode is "ahead"
     fallback: str = PRIMARY  # the source of a row's speculation after a miss
     early: int = 0
+    nodes: int = 0  # of a row's token tree; a chain unless they are more than the tokens of the speculation
 
 
 @dataclass
@@ -105,6 +106,9 @@ class RoundRecord:
         divided (`bool`): Whether the target had only its share of the CPU cores in the verification.
         early (`int`): The plan's most early tokens. If it is not 0, rows whose source is the early proposer have taken
             them in the place of drafted tokens, whether their outcome had been prepared or not.
+        nodes (`int`): How many nodes of a token tree were verified in each row; 0 for a chain.
+        turns (`list[int]`): For each row, the accepted count with which it has left the chain of its tree by a sibling
+            of a drafted token; 0 if no sibling was on the path that was decided. Empty for chains.
     """
 
     mode: str = PLAIN
@@ -131,6 +135,8 @@ class RoundRecord:
     compiles: bool = False
     divided: bool = False
     early: int = 0
+    nodes: int = 0
+    turns: list[int] = field(default_factory=list)
 
     @property
     def hits(self) -> list[bool]:
@@ -145,6 +151,10 @@ class RoundRecord:
     def is_early(self, row: int) -> bool:
         """Whether the row has taken early tokens in the place of drafted tokens, not because its outcome was missed."""
         return self.early > 0 and self.sources[row] == EARLY
+
+    def took_sibling(self, row: int) -> bool:
+        """Whether the last accepted token of a row was a sibling of a drafted token."""
+        return bool(self.turns) and self.accepted[row] == self.turns[row] > 0
 
     @property
     def is_hit(self) -> bool:
@@ -168,13 +178,16 @@ class Speculation:
     """
     The tokens of each row that the target verifies next, on the host. Within the draft it may be incomplete: then rows
     differ in length. Each token was drawn from `probabilities` `(batch_size, lookahead, vocab_size)`; `None` if all are
-    certain or the probabilities follow later.
+    certain or the probabilities follow later. With `siblings` the tokens of each row are the trunk of a tree: a sibling
+    `(depth, token)` is verified beside the drafted token number `depth`, and no token follows it.
     """
 
     tokens: list[list[int]]
     probabilities: torch.FloatTensor | None = None
     record: RoundRecord = field(default_factory=RoundRecord)  # the draft's part of it
     support: int | None = None  # the largest number of tokens with a nonzero probability, if it is known
+    siblings: list[list[tuple[int, int]]] | None = None
+    beside: list[list[list[int]]] | None = None  # within the draft, see [`~hf_ssd.drafting.siblings.beside`]
 
     @property
     def width(self) -> int:

@@ -131,6 +131,27 @@ class CachedModel:
             mask = self.mask(allowed, places[0], torch.arange(width, device=self.device))
         return self.forward(tokens, places, mask, logits_to_keep)
 
+    def extend_tree(self, tokens: torch.LongTensor, lengths: list[int], sees: torch.BoolTensor) -> torch.Tensor:
+        """
+        Feeds tokens as [`~CachedModel.extend`] does, as many to each row. They need not follow each other: each sees
+        all columns before these tokens, and of these tokens those that `sees` `(batch_size, tokens, tokens)` says, its
+        ancestors and itself. The number of ancestors is its place after the first token.
+        """
+        tokens, lengths, sees = self.computed(tokens), self.computed(lengths), self.computed(sees)
+        rows, count = tokens.shape
+        width = self.columns_seen(max(lengths) + count, count)
+        starts = torch.tensor(lengths)[:, None]
+        columns, positions = starts + torch.arange(count), starts + sees.sum(dim=2) - 1
+        places = from_host(torch.stack([columns, self.positions(positions)]), self.device)
+        is_slice = min(lengths) == max(lengths) and self.cache.window is None
+        self.cache.place(slice(lengths[0], lengths[0] + count) if is_slice else places[0], width)
+        valid = None if self.valid is None else self.computed(self.valid)[:, None]
+        allowed = masks.visible_up_to(places[0, :, :1].expand(-1, count), width, valid)
+        allowed.scatter_(2, places[0][:, None].expand(-1, count, -1), from_host(sees, self.device))
+        positions = from_host(positions, self.device)
+        of_columns = torch.arange(width, device=self.device).repeat(rows, 1).scatter_(1, places[0], positions)
+        return self.forward(tokens, places, self.mask(allowed, positions, of_columns[:, None]))
+
     def of_one_row(self) -> "CachedModel":
         """Returns the same model with an empty cache, to read the text of a row that is to join these rows."""
         return CachedModel(self.model, RaggedCache(), **self._of_one_row())

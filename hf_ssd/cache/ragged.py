@@ -250,6 +250,18 @@ class RaggedCache(DynamicCache):
         for layer in self.ragged if moved else ():
             layer.move_rows(moved, [before.index(order[place]) for place in moved])
 
+    def move_columns(self, moves: list[tuple[int, int, int]]) -> None:
+        """Copies columns within rows, all at once: each of the `moves` is a row, its column and the place for it."""
+        if not moves:
+            return
+        rows, columns, places = map(list, zip(*moves))
+        if self.rows is not None:
+            rows = [(self.rows + self.left_out).index(row) for row in rows]
+        for layer in self.ragged:
+            of_rows, of_columns, to = (from_host(one, layer.device) for one in (rows, columns, places))
+            for storage in (layer.keys, layer.values):
+                storage[of_rows, :, to] = storage[of_rows, :, of_columns]
+
     def clear_behind(self, rows: list[int], columns: list[int]) -> None:
         """Sets the columns of `rows` to zero from `columns[row]` on. `columns` has an element for every row."""
         order = range(len(columns)) if self.rows is None else self.rows + self.left_out

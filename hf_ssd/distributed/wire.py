@@ -16,10 +16,10 @@ from enum import IntEnum
 
 import torch
 
-from ..config import LONGEST_LOOKAHEAD
+from ..config import LONGEST_LOOKAHEAD, MOST_NODES
 from ..rounds import MODES, SOURCES, Outcome, Plan, RoundRecord, Speculation
 
-MAGIC, VERSION = 0x6866_5F73_7364, 27  # "hf_ssd"
+MAGIC, VERSION = 0x6866_5F73_7364, 28  # "hf_ssd"
 HEADER = struct.Struct("9q")  # magic, version, kind, session, round, bytes of JSON; the announced kind, type, length
 FRAME_LENGTH = 1024  # bytes
 TENSOR_TYPES = (torch.int32, torch.float32, torch.bfloat16, torch.float16)
@@ -75,6 +75,7 @@ PLAN = {
     "after_miss": LENGTH,
     "budget": COUNT,
     "fallback": one_of(SOURCES),
+    "nodes": Field(0, MOST_NODES),
 }
 RECORD = {
     "lookahead": LENGTH,
@@ -235,16 +236,31 @@ def write_speculation(speculation: Speculation) -> list:
     """Returns the draft's part of the record, and the tokens. Probabilities are sent separately."""
     record, tokens = speculation.record, speculation.tokens
     sources = [SOURCES.index(source) for source in record.sources]
-    return [write_fields(RECORD, record), sources, record.ranks or [-1] * len(tokens), tokens]
+    siblings = [[number for pair in of_row for number in pair] for of_row in speculation.siblings or ()]
+    return [write_fields(RECORD, record), sources, record.ranks or [-1] * len(tokens), tokens, siblings]
 
 
 def read_speculation(values, rows: int, vocab_size: int = 2**63) -> Speculation:
-    numbers, sources, ranks, tokens = read_list(values, 4, "a speculation")
+    numbers, sources, ranks, tokens, siblings = read_list(values, 5, "a speculation")
     record = RoundRecord(**read_fields(RECORD, numbers, "a speculation"))
     sources = read_numbers(read_list(sources, rows, "the sources of a speculation"), rows, 0, len(SOURCES) - 1)
     record.sources = [SOURCES[source] for source in sources]
     record.ranks = read_numbers(read_list(ranks, rows, "the ranks of a speculation"), rows, -1)
-    return Speculation(read_tokens(tokens, rows, LONGEST_LOOKAHEAD, vocab_size), None, record)
+    speculation = Speculation(read_tokens(tokens, rows, LONGEST_LOOKAHEAD, vocab_size), None, record)
+    if siblings:
+        speculation.siblings = [
+            read_siblings(of_row, len(trunk), vocab_size)
+            for of_row, trunk in zip(read_list(siblings, rows, "the siblings of all rows"), speculation.tokens)
+        ]
+    return speculation
+
+
+def read_siblings(numbers, depth: int, vocab_size: int) -> list[tuple[int, int]]:
+    """Returns the depth, below that of the row's tokens, and the token of each sibling of a row."""
+    read_numbers(numbers, 2 * MOST_NODES, 0, vocab_size - 1)
+    if len(numbers) % 2 or any(number >= depth for number in numbers[::2]):
+        raise ProtocolError(f"{numbers!r:.100} are no siblings of {depth} tokens")
+    return list(zip(numbers[::2], numbers[1::2]))
 
 
 # ---------------------------------------------------------------- tensors

@@ -32,17 +32,17 @@ class AutoregressiveDrafter(Drafter):
             if histories is not None:
                 histories.scatter_(2, (columns + depth)[:, :, None], tokens[:, :, None])
             logits = self._logits(self._feed_branches(tokens, taken))
-            tokens, probabilities = self._draw(logits, starts + depth + 1, places, depth, plan, histories)
-            probabilities = None if probabilities is None else probabilities[:, :, None]
-            supports = self.sampler.supports(probabilities)
+            tokens, *others = self._draw(logits, starts + depth + 1, places, depth, plan, histories)
+            probabilities, beside = (None if one is None else one[:, :, None] for one in others)
+            supports = self.sampler.supports(probabilities) if beside is None else beside
             copy = devices.HostCopy(tokens[:, :, None], *[] if supports is None else [supports])
             coming.append((copy, probabilities))
             # The device has a pass more than the host has seen, so it does not rest between two passes.
             while coming and (len(coming) > 1 or depth + 1 == plan.lookahead or coming[0][0].has_arrived()):
                 if coming[0][0].has_arrived():
                     copy, of_tokens = coming.pop(0)
-                    on_host, of_supports = (*copy.lists(), None)[:2]
-                    yield on_host, of_tokens, of_supports
+                    on_host, others = (*copy.lists(), None)[:2]
+                    yield (on_host, of_tokens, *((None, others) if plan.nodes else (others, None)))
                 else:
                     yield None
 

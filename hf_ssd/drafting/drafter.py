@@ -14,6 +14,7 @@ from ..cache.support import attention_layout
 from ..config import SSDConfig
 from ..devices import from_host
 from ..rounds import Plan, Speculation, padded
+from . import siblings
 from .outcome_candidates import OutcomeCandidates
 from .recurrent_prefix import RecurrentPrefix
 from .sampling import DraftSampler
@@ -183,19 +184,20 @@ class Drafter(ABC):
     def _draw(self, logits, lengths: torch.LongTensor, starts: list[list[int]], depth: int, plan: Plan, histories):
         """
         Draws the token number `depth` of each row's branches from logits `(batch_size, N, vocab_size)`, for the rows
-        that are computed. For `lengths` and `histories` see [`DraftSampler.process`], for the results
-        [`DraftSampler.draw`].
+        that are computed. For `lengths` and `histories` see [`DraftSampler.process`]. Returns the results of
+        [`DraftSampler.draw`] and, if the plan has trees, that of [`~hf_ssd.drafting.siblings.beside`].
         """
         decoder = self.prefix.decoder
 
         def drawn(sampler: DraftSampler, rows: list[int], logits, histories, lengths):
             scores = sampler.process(logits, histories, lengths)
             noise = None if sampler.noise is None else sampler.noise.gather(rows, starts, depth)
-            return sampler.draw(scores, noise, depth, plan)
+            tokens, probabilities = sampler.draw(scores, noise, depth, plan)
+            return tokens, probabilities, siblings.beside(scores, noise, tokens) if plan.nodes else None
 
         computed = map(decoder.computed, (logits, histories, lengths))
-        tokens, probabilities = self._each(self.prefix.rows, drawn, *computed)
-        return decoder.of_all_rows(tokens), None if probabilities is None else decoder.of_all_rows(probabilities)
+        found = self._each(self.prefix.rows, drawn, *computed)
+        return tuple(None if one is None else decoder.of_all_rows(one) for one in found)
 
     def _histories(self, count: int, behind: int) -> torch.LongTensor | None:
         """
@@ -217,11 +219,21 @@ class Completion:
         self.first = min(map(len, known))  # index of the first token that is missing in any row
         self.own = from_host([len(tokens) for tokens in known], drafter.device)
         self.tokens = from_host(padded(known, width), drafter.device)
+        self.beside = [list(of_row[:width]) for of_row in ready.beside or [[]] * len(known)]
         self.ahead = ready.probabilities
         self.probabilities = [] if self.ahead is None else [self.ahead[:, : self.first]]
 
-    def add(self, depth: int, token: torch.LongTensor, probability: torch.FloatTensor | None = None) -> None:
+    def add(
+        self,
+        depth: int,
+        token: torch.LongTensor,
+        probability: torch.FloatTensor | None = None,
+        beside: torch.LongTensor | None = None,
+    ) -> None:
         """Gives each row that lacks token `depth` its `token` `(batch_size, 1)`, drawn from `probability`."""
+        if beside is not None:
+            for of_row, new in zip(self.beside, beside.tolist()):
+                of_row += new[: depth == len(of_row)]
         is_missing = self.own <= depth
         self.tokens[:, depth] = torch.where(is_missing, token[:, 0], self.tokens[:, depth])
         if probability is not None:
@@ -235,4 +247,6 @@ class Completion:
         q = torch.cat(self.probabilities, dim=1) if self.probabilities else None
         tokens, supports = self.drafter._to_host(self.tokens, q)
         support = self.drafter.vocab_size if supports is None else max(map(max, supports))
-        return dataclasses.replace(self.ready, tokens=tokens, probabilities=q, support=support)
+        found = dataclasses.replace(self.ready, tokens=tokens, probabilities=q, support=support)
+        found.beside = self.beside
+        return found

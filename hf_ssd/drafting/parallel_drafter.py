@@ -50,10 +50,10 @@ class ParallelDrafter(Drafter):
         forks = from_host(self.prefix.forks(taken), self.device)
         self.grown = self.prefix.feed_with_branches(self.drafted.shape[1], forks, branches)
         drawn = self._draw_all(self.grown, histories, starts, range(plan.lookahead), plan)
-        tokens, probabilities = zip(*drawn)
-        probabilities = None if probabilities[0] is None else torch.stack(probabilities, dim=2)
+        tokens, *others = zip(*drawn)
+        probabilities, beside = (None if of_all[0] is None else torch.stack(of_all, dim=2) for of_all in others)
         on_host, supports = self._to_host(torch.stack(tokens, dim=2), probabilities)
-        yield on_host, probabilities, supports
+        yield on_host, probabilities, supports, None if beside is None else beside.tolist()
 
     def commit(self, kept, tokens, branches):
         super().commit(kept, tokens, branches)

@@ -20,20 +20,24 @@ class SpeculationCache:
         self.tokens: list[list[list[int]]] = [[[] for _ in of_row] for of_row in bonus]
         self.probabilities: list[torch.FloatTensor] = []
         self.supports: list[list[list[int]]] = []
+        self.beside: list[list[list[list[int]]]] = [[[] for _ in of_row] for of_row in bonus]
 
     @property
     def grown(self) -> int:
         """Number of tokens of each branch."""
         return len(self.tokens[0][0])
 
-    def append(self, tokens: list, probabilities: torch.FloatTensor | None, supports: list | None) -> None:
+    def append(
+        self, tokens: list, probabilities: torch.FloatTensor | None, supports: list | None, beside: list | None = None
+    ) -> None:
         """
         Adds the next T tokens `(batch_size, N, T)` of every speculation, with the distribution that each was drawn
-        from, if any, and how many tokens have a probability above 0 in it.
+        from, if any, how many tokens have a probability above 0 in it, and what stands [`~siblings.beside`] each.
         """
-        for of_row, new_of_row in zip(self.tokens, tokens):
-            for branch, new in zip(of_row, new_of_row):
-                branch += new
+        for known, added in ((self.tokens, tokens), (self.beside, beside or ())):
+            for of_row, new_of_row in zip(known, added):
+                for branch, new in zip(of_row, new_of_row):
+                    branch += new
         if probabilities is not None:
             self.probabilities.append(probabilities)
         if supports is not None:
@@ -42,6 +46,13 @@ class SpeculationCache:
     def lookup(self, accepted: list[int], bonus: list[int]) -> list[int]:
         """Returns the branch that was prepared for the outcome of each row, -1 for a miss."""
         return [branches.get(outcome, -1) for branches, outcome in zip(self.branches, zip(accepted, bonus))]
+
+    def go_on(self, row: int, branch: int, token: int) -> bool:
+        """Whether the tokens of a branch begin with this token, which is then taken from them."""
+        if self.tokens[row][branch][:1] != [token]:
+            return False
+        del self.tokens[row][branch][0], self.beside[row][branch][:1]
+        return True
 
     def support(self, branches: list[int]) -> int:
         """Returns the largest number of possible tokens in a distribution of these branches, 0 without a hit."""

@@ -32,6 +32,7 @@ from ..rounds import (
 from .cache_shapes import CANDIDATES, CacheShape
 from .drafter import Drafter
 from .outcome_candidates import UNUSED, OutcomeCandidates
+from .siblings import best
 from .speculation_cache import SpeculationCache
 
 BETWEEN_LOOKS = 2e-5  # seconds
@@ -58,6 +59,7 @@ class Speculator:
         self.sources = [PREPARED] * len(drafter.prefix.lengths)  # sources of the speculation that is being verified
         self.finished = [False] * len(drafter.prefix.lengths)
         self.verified: list[list[int]] = [[] for _ in self.finished]  # the tokens that are being verified
+        self.siblings: list[list[tuple[int, int]]] = [[] for _ in self.finished]  # that are verified beside them
         self.candidates: OutcomeCandidates | None = None
         self.prepared: SpeculationCache | None = None
         self.was_prepared = False
@@ -171,14 +173,23 @@ class Speculator:
         self.finished = [not tokens for tokens in outcome.tokens]
         counts = [kept(*pair) for pair in zip(outcome.tokens, self.verified)]
         tokens = [of_row[k] if of_row else 0 for of_row, k in zip(outcome.tokens, counts)]
-        is_latest = counts == outcome.accepted
+        # A row that has accepted a sibling has a token behind the bonus token that a chain would have given it.
+        turned = [
+            len(of_row) == k + 2 and (k, of_row[k]) in own
+            for of_row, k, own in zip(outcome.tokens, counts, self.siblings)
+        ]
+        is_latest = [k + has_turned for k, has_turned in zip(counts, turned)] == outcome.accepted
         cache, record = (self.prepared, self.preparing) if is_latest else (None, RoundRecord())
         branches = [-1] * len(counts) if cache is None else cache.lookup(counts, tokens)
         found = Speculation([[] for _ in counts], None, record)
         self.proposed = outcome.proposed or [[] for _ in counts]
         branches = [-1 if tokens else branch for tokens, branch in zip(self.proposed, branches)]  # none is adopted
         if cache is not None:
+            for row in [row for row, has_turned in enumerate(turned) if has_turned and branches[row] >= 0]:
+                if not cache.go_on(row, branches[row], outcome.tokens[row][-1]):
+                    branches[row] = -1
             found.tokens = [[] if branch < 0 else of_row[branch] for of_row, branch in zip(cache.tokens, branches)]
+            found.beside = [[] if branch < 0 else of_row[branch] for of_row, branch in zip(cache.beside, branches)]
             found.support = max(1, cache.support(branches)) if cache.supports else self.drafter.vocab_size
         record.sources = [NOTHING if branch < 0 else PREPARED for branch in branches]
         record.mode = plan.mode
@@ -194,7 +205,8 @@ class Speculator:
         if self.candidates is not None and not is_cut:  # the target cuts a speculation near the limit
             self.lessons.append((self.candidates, counts, tokens))
         self.was_prepared = self.candidates is not None and is_latest
-        self.uncommitted, self.found_in = (counts, outcome, branches), (cache, branches)
+        adopted = [-1 if has_turned else branch for branch, has_turned in zip(branches, turned)]
+        self.uncommitted, self.found_in = (counts, outcome, adopted), (cache, branches)
         self.candidates = self.prepared = None
         self.preparing = RoundRecord()
         record.answer_seconds = since(start)
@@ -229,6 +241,11 @@ class Speculator:
             self.has_drafted_beside = self.waits
         written = found.tokens
         found.tokens = [tokens if row in drafted else [] for row, tokens in enumerate(written)]
+        if width and plan.nodes > width:
+            others = found.beside or [[]] * len(written)
+            count = plan.nodes - width
+            of_rows = [best(of_row[:width], count) if row in drafted else [] for row, of_row in enumerate(others)]
+            found.siblings = of_rows if any(of_rows) else None
         for row, source in enumerate(record.sources):
             if source == NOTHING and not self.proposed[row] and not (self.waits and row in missed):
                 record.sources[row] = PRIMARY
@@ -237,6 +254,7 @@ class Speculator:
             tokens = padded(tokens, max(map(len, tokens)))
             sources = [EARLY if own else source for own, source in zip(self.proposed, record.sources)]
             self.take_speculation(tokens, sources)
+            self.siblings = found.siblings or self.siblings
             if lacks_tokens and tokens == written:  # the drafter has taken them in
                 self.unwritten = None
         record.steps, record.lookahead = steps, width
@@ -253,6 +271,7 @@ class Speculator:
     def take_speculation(self, tokens: list[list[int]], sources: list[str]) -> None:
         """Makes these tokens, `lookahead` of each row, the speculation that is verified next, with its sources."""
         self.sources, self.verified, self.unwritten = sources, tokens, tokens
+        self.siblings = [[] for _ in tokens]
 
     def catch_up(self) -> None:
         """Lets the drafter take in the last outcome and the tokens that are verified next, unless it already has."""

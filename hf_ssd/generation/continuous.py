@@ -96,7 +96,7 @@ class ContinuousBatching:
         config = SSDConfig.from_dict(ssd_config) if isinstance(ssd_config, dict) else ssd_config or SSDConfig()
         self.resolved = check_arguments(model, assistant_model, config, synced_gpus=None)
         check_joining(model)
-        config = dataclasses.replace(config, verification=COUPLED, cuda_graphs=False)
+        config = dataclasses.replace(config, verification=COUPLED, cuda_graphs=False, tree_nodes="auto")
         if config.lookahead == 0:
             self.resolved = ResolvedDraft()
         if not self.resolved.takes_worker:

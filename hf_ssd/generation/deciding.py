@@ -2,17 +2,20 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
+from transformers import LogitsProcessorList
 
+from ..argmax import argmax
 from ..devices import from_host
 from ..distributed.target_ranks import TargetRanks
-from ..logits_processing import are_by_row, has_constraint, process_positions
+from ..logits_processing import STATELESS, are_by_row, has_constraint, process_positions
 from ..noise import Noise
 from ..rounds import FINISHED, Outcome
 from .recording import StepRecord
 from .sequences import Sequences
 from .settings import Settings
-from .verification import Chance, verify_coupled, verify_greedy, verify_sampled
+from .verification import Chance, coupled_choices, verify_coupled, verify_greedy, verify_sampled
 
 SLICE_BYTES = 2**28
 """Bytes of float32 scores that are processed and verified at a time, in whole rows. Bounds the memory use."""
@@ -101,6 +104,21 @@ class Decider:
         # device (batch_size,), unless a row was verified again or there are several ranks.
         self.of_round = logits, scores, there
         return Outcome.of(self.sequences.proposed, accepted, bonus)
+
+    def choices(self, logits: torch.Tensor, depths: np.ndarray) -> list[list[int]]:
+        """
+        Returns the token that the target would likely choose by raw logits `(batch_size, N, vocab_size)` after `depths`
+        `(batch_size, N)` further tokens, which processors do not see here.
+        """
+        warpers = LogitsProcessorList(one for one in self.processors if type(one) in STATELESS)
+        ids = self.sequences.ids
+        scores = warpers(None, logits.to(ids.device, torch.float32).flatten(0, 1)).view_as(logits)
+        if not self.do_sample:
+            return argmax(scores).tolist()
+        rows = list(range(len(logits)))
+        starts = [n - 1 - padding for n, padding in zip(self.sequences.lengths, self.padding)]
+        chance = Chance(self.noise, *from_host([rows, starts], ids.device))
+        return coupled_choices(scores, from_host(torch.from_numpy(depths), ids.device), chance).tolist()
 
     def _decide(self, logits, following, q, kept: list) -> torch.LongTensor:
         """

@@ -16,6 +16,7 @@ import time
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
+from transformers.utils import logging
 
 from .. import devices
 from ..cache.cache_name import CACHE
@@ -33,6 +34,7 @@ from ..drafting.resolver import ResolvedDraft
 from ..drafting.vocabulary import Translation
 from ..planning.cost_model import LOOKAHEADS
 from ..planning.experience import CallKind
+from ..planning.fixed_plan import nodes_of
 from ..planning.planner import asks_for_half, planner_for
 from ..rounds import RoundRecord
 from ..stats import SSDDecoderOnlyOutput
@@ -43,6 +45,9 @@ from .proposers.forced import forced_by
 from .sequences import Sequences, prompts_without_padding
 from .settings import Settings
 from .target import Target
+from .trees import verify, why_a_chain
+
+logger = logging.get_logger(__name__)
 
 
 def speculative_speculative_decoding(
@@ -69,11 +74,17 @@ def speculative_speculative_decoding(
         resolved = ResolvedDraft()  # nobody is asked
     check_generation(model, input_ids, settings, model_kwargs, resolved.model)
     longest = max(LOOKAHEADS) if ssd_config.lookahead == "auto" else ssd_config.lookahead
-    check_supported(model, rows=len(input_ids), lookahead=longest)
+    check_supported(model, rows=len(input_ids), lookahead=max(longest, nodes_of(ssd_config)))
     if not resolved.takes_worker:
         ssd_config = dataclasses.replace(ssd_config, asynchronous=False)
         settings = dataclasses.replace(settings, config=ssd_config)
     worker, draft_model = where_it_drafts(resolved, ssd_config.asynchronous)
+    ranks = worker.ranks if worker is not None else TargetRanks()
+    reason = why_a_chain(model, settings, 1 if worker is None else len(worker.workers), ranks.size)
+    if nodes_of(ssd_config) and reason is not None:
+        logger.warning_once(f"`tree_nodes` is left out, and chains are verified: {reason}.")
+        ssd_config = dataclasses.replace(ssd_config, tree_nodes="auto")
+        settings = dataclasses.replace(settings, config=ssd_config)
     of_the_draft = copy.copy(generation_config)
     of_the_draft.max_length = settings.max_length
     prompts = prompts_without_padding(input_ids, model_kwargs.get("attention_mask"))
@@ -92,7 +103,6 @@ def speculative_speculative_decoding(
         kind, request.has_half = dataclasses.replace(kind, has_half=True), True
         cores = TargetCores(worker.cores.half.target)
     planner = planner_for(model, worker or draft_model or model, kind)
-    ranks = worker.ranks if worker is not None else TargetRanks()
     sequences = Sequences(input_ids, settings)
     target = Target(model, ssd_config, sequences, resolved.reads)
     padding = [length - len(prompt) for prompt in prompts]
@@ -192,9 +202,9 @@ def decode(target: Target, rows, draft: FaultTolerantDraft, logits: torch.Tensor
         stats.records.append(record)
 
         # 6. Verify: one forward pass over the last token and the drafted tokens of each row.
-        following, before = rows.propose(speculation.tokens), decoder.preparations
+        before = decoder.preparations
+        following, logits = verify(target, rows, speculation)
         record.lookahead = following.shape[1] - 1
-        logits = target.verify(following)
         record.compiles = decoder.preparations > before or rows.has_read
 
         # 7. The distributions that the tokens were drawn from are needed only now.

@@ -43,7 +43,8 @@ class Sequences:
     def propose(self, tokens: list[list[int]]) -> torch.LongTensor:
         """
         Writes the drafted tokens after each row, as many as may still be needed, without making them part of the row.
-        Returns them on the device with -1 after them, `(batch_size, count + 1)`. All rows have the same number of them.
+        Returns them on the device with -1 after them, `(batch_size, count + 1)`. All rows have the same number of them,
+        where -1 stands for none.
         """
         if self.max_length is not None:
             live = [n for n, stop in zip(self.lengths, self.stops) if stop is None or not self.has_eos]
@@ -54,7 +55,10 @@ class Sequences:
             room = self.ids.new_full((self.batch_size, max(count + 1, self.ids.shape[1] // 2)), self.pad_token)
             self.ids = torch.cat([self.ids, room], dim=1)
         following = from_host([[*of_row, -1] for of_row in tokens], self.ids.device)
-        self.ids.scatter_(1, self.ends + torch.arange(count, device=self.ids.device), following[:, :-1])
+        drafted = following[:, :-1]
+        if any(-1 in of_row for of_row in tokens):
+            drafted = drafted.clamp(min=0)
+        self.ids.scatter_(1, self.ends + torch.arange(count, device=self.ids.device), drafted)
         return following
 
     def accept(self, tokens: list[list[int]], on_device: torch.LongTensor | None = None) -> None:

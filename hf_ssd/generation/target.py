@@ -1,5 +1,6 @@
 """The target in a call: its passes over tokens of all rows, and the cache that they leave."""
 
+import numpy as np
 import torch
 from transformers import DynamicCache
 
@@ -105,6 +106,29 @@ class Target:
         fed = torch.cat([self.rows.last[:, None], following[:, :-1]], dim=1).to(self.decoder.device)
         lengths = zip(self.rows.lengths, self.columns_before_ids)
         return self.decoder.extend(fed, [length - 1 + before for length, before in lengths])
+
+    def verify_tree(self, tokens: list[list[int]], sees: np.ndarray) -> torch.Tensor:
+        """
+        Feeds the last token of each row and the nodes of its tree, `N` tokens each, of which `sees` says what each sees
+        `(batch_size, N + 1, N + 1)`. Returns raw logits `(batch_size, N + 1, vocab_size)`.
+        """
+        nodes = from_host(tokens, self.rows.last.device)
+        fed = torch.cat([self.rows.last[:, None], nodes], dim=1).to(self.decoder.device)
+        self.starts = [n - 1 + before for n, before in zip(self.rows.lengths, self.columns_before_ids)]
+        return self.decoder.extend_tree(fed, self.starts, torch.from_numpy(sees))
+
+    def follow(self, paths: list[list[int]]) -> None:
+        """Keeps the columns and features of these nodes, negative for none, in the place of those of a chain."""
+        moves = [
+            (row, start + 1 + node, start + 1 + place)
+            for row, (start, path) in enumerate(zip(self.starts, paths))
+            for place, node in enumerate(path)
+            if node > place
+        ]
+        self.decoder.cache.move_columns(moves)
+        if self.decoder.features is not None:
+            index = from_host([[0, *[node + 1 for node in path]] for path in paths], self.decoder.features.device)
+            self.decoder.features = self.decoder.features[torch.arange(len(index))[:, None], index]
 
     def take_in(self, outcome: Outcome) -> None:
         """Keeps the hidden states of the tokens that are verified."""

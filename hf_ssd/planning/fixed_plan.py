@@ -11,6 +11,11 @@ def fallback_of(config: SSDConfig) -> str:
     return PRIMARY if config.fallback == "auto" else config.fallback
 
 
+def nodes_of(config: SSDConfig) -> int:
+    """Returns the nodes of a row's token tree; 0 for a chain, which `"auto"` is."""
+    return 0 if config.tree_nodes == "auto" else config.tree_nodes
+
+
 class FixedPlan:
     """A [`Planner`] whose lookahead and budget are numbers. A planner of another kind can override `observe`."""
 
@@ -19,7 +24,7 @@ class FixedPlan:
     def __init__(self, config: SSDConfig):
         mode, budget = (AHEAD, config.budget) if config.asynchronous else (IN_TURN, 0)
         mode, budget = (mode, budget) if config.lookahead else (PLAIN, 0)
-        self.plan = Plan(mode, config.lookahead, config.lookahead, budget, fallback_of(config))
+        self.plan = Plan(mode, config.lookahead, config.lookahead, budget, fallback_of(config), nodes=nodes_of(config))
 
     def begin_call(self) -> None:
         """Begins the call, once it has waited for its draft."""

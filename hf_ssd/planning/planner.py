@@ -17,7 +17,7 @@ from ..rounds import AHEAD, EARLY, IN_TURN, LONGEST_EARLY, PLAIN, Plan, RoundRec
 from .cost_model import BUDGETS, LOOKAHEADS, CostModel, NoDraftCosts
 from .estimates import EarlyRates
 from .experience import CallKind, PairKnowledge
-from .fixed_plan import FixedPlan, fallback_of
+from .fixed_plan import FixedPlan, fallback_of, nodes_of
 
 logger = logging.get_logger(__name__)
 
@@ -149,7 +149,7 @@ class Planner:
             return Plan(PLAIN, early=early)
         is_known = mode == AHEAD and self.costs.knows(AHEAD)
         after_miss = self.costs.best_after_miss(lookahead) if is_known else lookahead
-        return Plan(mode, lookahead, after_miss, budget, fallback_of(self.config), early)
+        return Plan(mode, lookahead, after_miss, budget, fallback_of(self.config), early, nodes_of(self.config))
 
     def _explain(self, speeds: dict, prefix: str) -> None:
         """Notes why the plan was chosen, and warns if the draft slows the target down."""

@@ -113,7 +113,11 @@ class Proposers:
         record = dataclasses.replace(found.record, sources=sources, lengths=lengths, lookahead=width)
         record.mode = PLAIN if answer is None and not self.has_no_draft else self.plan.mode
         record.early = max(self.plan.early, self.longest_forced)
-        return Speculation(tokens, None, record), bool(self.missed)
+        speculation = Speculation(tokens, None, record)
+        if found.siblings is not None:
+            siblings = [own if drafted else [] for own, drafted in zip(found.siblings, self.drafted)]
+            speculation.siblings = siblings if any(siblings) else None
+        return speculation, bool(self.missed)
 
     @property
     def are_certain(self) -> bool:

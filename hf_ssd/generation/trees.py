@@ -1,0 +1,95 @@
+"""
+Token trees: a pass verifies siblings beside drafted tokens, each of which sees its ancestors alone.
+
+In greedy decoding and in the coupled rule a token is the target's own choice, which the drafted tokens have no part in.
+So a path through the tree may be found in any way, here by the target's likely choices, and is then decided like a
+chain. Everything behind the verification sees a chain.
+"""
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from ..cache.support import attention_layout, is_flash_attention
+from ..devices import from_host
+from ..rounds import Speculation
+from .settings import Settings
+
+NO_TOKEN = -1  # on a path that is shorter than others
+
+
+class Tree:
+    """
+    The nodes of each row: the `tokens` `(batch_size, N)` and their `parents`, earlier nodes or -1 for the last verified
+    token. A row with fewer siblings than others is filled with token 0 after the last verified token.
+    """
+
+    def __init__(self, tokens: list[list[int]], parents: list[list[int]], lookahead: int):
+        self.tokens, self.parents, self.lookahead = tokens, parents, lookahead
+
+    @classmethod
+    def of(cls, speculation: Speculation) -> "Tree":
+        """Returns the tree of a speculation, whose tokens are its trunk."""
+        trunk, most = len(speculation.tokens[0]), max(map(len, speculation.siblings))
+        pairs = [[*of_row, *[(0, 0)] * (most - len(of_row))] for of_row in speculation.siblings]
+        tokens = [[*row, *[token for _, token in own]] for row, own in zip(speculation.tokens, pairs)]
+        return cls(tokens, [[*range(-1, trunk - 1), *[depth - 1 for depth, _ in own]] for own in pairs], trunk)
+
+    def ancestors(self) -> np.ndarray:
+        """Which tokens each token sees, itself included: `(batch_size, N + 1, N + 1)`, the last verified one first."""
+        sees = np.zeros((len(self.parents), len(self.parents[0]) + 1, len(self.parents[0]) + 1), dtype=bool)
+        sees[:, 0, 0] = True
+        for row, parents in enumerate(self.parents):
+            for node, parent in enumerate(parents, 1):
+                sees[row, node] = sees[row, parent + 1]
+                sees[row, node, node] = True
+        return sees
+
+    def paths(self, choices: list[list[int]]) -> list[list[int]]:
+        """
+        Returns the nodes on each row's path, which takes the child that is the choice `(batch_size, N + 1)` after the
+        last verified token and after each node. Where no child is, the path goes on with the first one.
+        """
+        paths: list[list[int]] = []
+        for tokens, parents, chosen in zip(self.tokens, self.parents, choices):
+            path, last = [], -1
+            while children := [node for node, parent in enumerate(parents) if parent == last]:
+                last = next((node for node in children if tokens[node] == chosen[last + 1]), children[0])
+                path.append(last)
+            paths.append(path)
+        return paths
+
+
+def verify(target, rows, speculation: Speculation) -> tuple[torch.LongTensor, torch.Tensor]:
+    """
+    Feeds the last token and the speculation of each row. Returns what is to be decided: the tokens (see
+    [`Sequences.propose`]) and the raw logits `(batch_size, lookahead + 1, vocab_size)`, of a tree those on a path.
+    """
+    if speculation.siblings is None:
+        following = rows.propose(speculation.tokens)
+        return following, target.verify(following)
+    tree, record = Tree.of(speculation), speculation.record
+    sees = tree.ancestors()
+    logits = target.verify_tree(tree.tokens, sees)
+    paths = tree.paths(rows.choices(logits, sees.sum(-1) - 1))
+    record.nodes = len(tree.tokens[0])
+    record.turns = [len(path) if path[-1] >= tree.lookahead else 0 for path in paths]
+    of_paths = [[*path, *[NO_TOKEN] * (tree.lookahead - len(path))] for path in paths]
+    target.follow(of_paths)
+    nodes = zip(tree.tokens, of_paths)
+    following = rows.propose([[NO_TOKEN if node < 0 else of_row[node] for node in path] for of_row, path in nodes])
+    index = from_host([[0, *[node + 1 for node in path]] for path in of_paths], logits.device)
+    index = index[:, : following.shape[1]]
+    return following, logits[torch.arange(len(index), device=index.device)[:, None], index]
+
+
+def why_a_chain(model: PreTrainedModel, settings: Settings, workers: int, ranks: int) -> str | None:
+    """Returns why token trees cannot be verified in a call; `None` if they can."""
+    layout = attention_layout(model)
+    if settings.uses_q:
+        return 'trees need `verification="coupled"`; under "rejection" a path that the target chooses would be a bias'
+    if layout.recurrent or layout.indexed or is_flash_attention(model):
+        return f"in {type(model).__name__} no mask can hide a token from the tokens after it"
+    if workers > 1:
+        return f"{workers} draft workers prepare shares of the outcomes of chains"
+    return "several ranks hold the target" if ranks > 1 else None
