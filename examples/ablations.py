@@ -3,7 +3,7 @@
     python examples/ablations.py
     python examples/ablations.py --only shapes saguaro --output docs/figures
 
-All but `fallback` count and do not depend on time. `fallback` measures it: give it a machine that does
+All but `fallback` and `trees` count and do not depend on time. These two measure it: give them a machine that does
 nothing else. docs/ablations.md says what the figures show.
 """
 
@@ -350,6 +350,46 @@ def fallback(pair, args) -> list[dict]:
     return table
 
 
+FORMS = [(lookahead, nodes) for lookahead in (2, 4, 6) for nodes in ("auto", 8, 16, 32)]  # "auto" is a chain
+
+
+def trees(pair, args) -> list[dict]:
+    """Token trees and chains of single prompts: tokens per round, hit rate, and speed over that of the best chain"""
+    table = []
+    with hf_ssd.launch_draft(pair[1], num_threads=1) as assistant:
+        for temperature in tqdm((0.0, 0.7), desc="trees", unit="temperature"):
+            for asynchronous, draft in ((False, pair[1]), (True, assistant)):
+                runs = {form: [] for form in FORMS}
+                for number, prompt in enumerate([PROMPTS[0], *PROMPTS[: args.prompts]]):
+                    for form in FORMS:  # in turn, so that what else the machine does falls on all of them alike
+                        settings = {"lookahead": form[0], "tree_nodes": form[1], "asynchronous": asynchronous}
+                        config = hf_ssd.SSDConfig(budget=12, verification="coupled", **settings)
+                        stats = generate(pair, draft, config, temperature, [prompt], number, args)
+                        if number:  # the first calls of a pair take longer
+                            runs[form].append(stats)
+                speeds = {
+                    form: statistics.median(s.generated_tokens / s.total_seconds for s in of)
+                    for form, of in runs.items()
+                }
+                best = max(speed for (_, nodes), speed in speeds.items() if nodes == "auto")
+                for (lookahead, nodes), of in runs.items():
+                    row = {"T": temperature, "mode": "ahead" if asynchronous else "in turn", "lookahead": lookahead}
+                    row |= {"nodes": lookahead if nodes == "auto" else nodes}
+                    row |= {name: mean(getattr(s, name) for s in of) for name in ("tokens_per_round", "hit_rate")}
+                    table.append(row | {"over_best_chain": speeds[lookahead, nodes] / best})
+    return table
+
+
+def draw_trees(table: list[dict], axes) -> None:
+    kinds = [(mode, T) for mode in ("in turn", "ahead") for T in (0.0, 0.7)]
+    for (mode, temperature), color in zip(kinds, (GREY, BLUE, GREEN, ORANGE)):
+        rows = [row for row in table if (row["mode"], row["T"]) == (mode, temperature) and row["lookahead"] == 4]
+        values = [[row[name] for row in rows] for name in ("nodes", "over_best_chain")]
+        axes.plot(*values, "o-", color=color, label=f"{mode}, T = {temperature:g}")
+    axes.set(xlabel="nodes of the tree (4: a chain)", ylabel="speed over the best chain", title="Lookahead 4")
+    axes.legend()
+
+
 def measured_parts(runs: list[hf_ssd.SSDStats]) -> dict[str, float]:
     """Returns what Corollary 16 needs, of the rounds in which all rows ran. Times T are in units of a verification."""
     whole = [record for run in runs for record in run.records if len(record.live) == len(record.sources)]
@@ -415,7 +455,7 @@ def report(name: str, table: list[dict], draw, args) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     drawings = {fan_out: draw_fan_out, shapes: draw_shapes, saguaro: draw_saguaro, noise: draw_noise}
-    drawings |= {fallback: draw_fallback}
+    drawings |= {fallback: draw_fallback, trees: draw_trees}
     ablations = {measure.__name__: (measure, draw) for measure, draw in drawings.items()}
     parser.add_argument("--only", nargs="+", choices=ablations, default=list(ablations), help="some of them")
     parser.add_argument("--output", type=Path, default=Path("docs/figures"), help="folder for figures and JSON")

@@ -49,6 +49,18 @@ def expected_tokens_by_lookahead(acceptance_rates: list[float]) -> list[float]:
     return list(accumulate(accumulate(acceptance_rates, mul), initial=1.0))
 
 
+def expected_tokens_of_tree(acceptance_rates: list[float], caught: list[float]) -> float:
+    """
+    Expected tokens of a round that verifies siblings beside K drafted tokens, if the k-th is accepted with the k-th
+    rate where all before it were, and after its rejection the target's token is among its siblings with chance
+    `caught[k]`: the tokens of the chain, and sum_k a_1 ... a_(k-1) (1 - a_k) caught_k.
+    """
+    _check(0, 1, acceptance_rates=acceptance_rates, caught=caught)
+    reached = [1.0, *accumulate(acceptance_rates, mul)]
+    gained = (chance * (1 - a) * c for chance, a, c in zip(reached[:-1], acceptance_rates, caught, strict=True))
+    return math.fsum(reached) + math.fsum(gained)
+
+
 def outcome_probabilities(acceptance_rate: float, lookahead: int) -> list[float]:
     """How likely each accepted count is: P(k) = a^k (1 - a) for k < K and P(K) = a^K."""
     _check(0, 1, acceptance_rate=acceptance_rate)

@@ -100,6 +100,11 @@ PLANNED = {  # whose modes are chosen by what a round takes
     "auto budget": {"lookahead": 4, "budget": "auto"},
     "auto lookahead": {"lookahead": "auto", "budget": 16},
 }
+TREES = {
+    "trees": {"lookahead": 4, "budget": 16, "tree_nodes": 10},
+    "wide trees": {"lookahead": 2, "budget": 16, "tree_nodes": 9},
+}
+NO_TREES = ("hybrid", "two drafts")  # pairs for which chains are verified, the second if its workers draft
 SETTINGS = {
     "single passes": {"lookahead": 0},
     **LOOKAHEADS,
@@ -110,6 +115,7 @@ SETTINGS = {
     "saguaro 0.5": {"lookahead": 4, "budget": 16, "saguaro_c": 0.5},
     "saguaro 0": {"lookahead": 4, "budget": 16, "saguaro_c": 0.0},
     **PLANNED,
+    **TREES,
 }
 
 
@@ -228,6 +234,10 @@ GREEDY_CELLS = [
     *cells(["llama"], ["lookahead 4"], CALLBACKS, (1, 3)),
     *cells(["hybrid"], ["lookahead 4", "n-grams"], NOTHING, (4,)),
     *cells(["no draft"], ["n-grams alone"], ["nothing", "repetition penalty", "custom processors"], (1, 4)),
+    *cells(["llama", "gemma", "parallel", "another tokenizer", *NO_TREES], ["trees"], NOTHING, (4,)),
+    *cells(["llama"], ["wide trees"], NOTHING, (1,)),
+    *cells(["llama"], ["trees"], ["two tokens", "repetition penalty", "custom processors", "prefix function"], (4,)),
+    *cells(["llama"], ["trees"], ["max_length", "stop strings of a config", "stops by scores"], (3,)),
 ]
 SAMPLED_CELLS = [
     *cells(["llama"], ["lookahead 4"], SAMPLED, (1, 4)),
@@ -244,6 +254,8 @@ COUPLED_CELLS = [
     *cells(["parallel", "two drafts", "hybrid"], ["lookahead 4"], ["everything"], (4,)),
     *cells(FOREIGN, ["lookahead 4", "n-grams"], ["temperature"], (4,)),
     *cells(["no draft"], ["n-grams alone"], ["top_k"], (4,)),
+    *cells(["llama"], ["trees"], ["penalty", "eos", "several sequences", "custom processors"], (4,)),
+    *cells(["gemma", "parallel", "another tokenizer"], ["wide trees"], ["everything"], (4,)),
 ]
 SLOW = ["two drafts, parallel", "compiled, parallel"]  # pairs of the slow suite
 OFFLOADED = ["disk in the middle", "disk at both ends"]

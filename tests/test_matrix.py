@@ -96,6 +96,18 @@ def check_speculated(stats, pair, setting, option, rows, is_ahead):
         assert max(stats.column("steps")) <= 1 and max(stats.column("passes")) <= 1
 
 
+def check_trees(stats, pair, setting, is_ahead):
+    """Texts of chains would be the same."""
+    if setting not in matrix.TREES:
+        return
+    nodes, widest = {*stats.column("nodes")}, matrix.SETTINGS[setting]["tree_nodes"]
+    taken = [record.took_sibling(row) for record in stats.records for row in record.live]
+    if pair in matrix.NO_TREES and (is_ahead or pair == "hybrid"):
+        assert nodes == {0} and not any(taken)
+    else:
+        assert widest in nodes and any(taken)
+
+
 def marked(cells):
     return [pytest.param(*cell, marks=[pytest.mark.slow] * is_slow(cell, cells)) for cell in cells]
 
@@ -123,6 +135,8 @@ def test_greedy_tokens_are_those_of_plain_generate(make, pair, setting, option, 
         assert torch.equal(output.sequences, plain.sequences)
         assert [of.dtype for of in output.scores or ()] == [of.dtype for of in plain.scores or ()]
         check_speculated(output.ssd_stats, matrix.PAIRS[pair], setting, option, rows, asynchronous)
+        if option in matrix.NOTHING:
+            check_trees(output.ssd_stats, pair, setting, asynchronous)
 
 
 @pytest.mark.parametrize("pair, setting, option, rows", marked(matrix.SAMPLED_CELLS))
@@ -149,3 +163,4 @@ def test_coupled_tokens_are_those_of_single_passes(make, pair, setting, option, 
             assert max(max(row) for row in stats.column("accepted")) > 0
             assert {*stats.column("mode")} == (matrix.AHEAD if asynchronous else matrix.IN_TURN)
             assert (stats.hit_rate > 0) == asynchronous
+            check_trees(stats, pair, setting, asynchronous)

@@ -83,6 +83,19 @@ def test_expected_tokens_by_lookahead_are_those_of_all_patterns(rates):
     assert theory.expected_tokens_by_lookahead(rates) == pytest.approx(expected)
 
 
+@given(st.lists(st.tuples(rates, rates), max_size=5))
+def test_expected_tokens_of_a_tree_are_those_of_all_patterns(pairs):
+    rates, caught = ([pair[i] for pair in pairs] for i in range(2))
+    expected = 0.0
+    for k, chance in enumerate(accepted_counts(rates)):
+        by_sibling = caught[k] if k < len(rates) else 0.0
+        expected += chance * (k + 1 + by_sibling)
+    assert theory.expected_tokens_of_tree(rates, caught) == pytest.approx(expected)
+    assert theory.expected_tokens_of_tree(rates, [0.0] * len(rates)) == pytest.approx(
+        theory.expected_tokens_by_lookahead(rates)[-1]
+    )
+
+
 @given(rates, tokens, tokens, times, times, st.integers(1, 5))
 def test_ssd_speedup_is_tokens_over_time_of_all_patterns_of_hits(p, expected_hit, expected_miss, primary, backup, rows):
     gained = spent = 0.0
@@ -311,6 +324,7 @@ OUT_OF_RANGE = [  # which argument is named, the function and its arguments
     ("acceptance_rate", theory.expected_tokens, math.nan, 3),
     ("lookahead", theory.expected_tokens, 0.5, -1),
     ("acceptance_rates", theory.expected_tokens_by_lookahead, [0.5, 1.1]),
+    ("caught", theory.expected_tokens_of_tree, [0.5], [1.1]),
     ("acceptance_rate", theory.outcome_probabilities, -0.1, 3),
     ("draft_time", theory.speculative_decoding_speedup, 3.0, -0.1),
     ("hit_rate", theory.ssd_speedup, 1.1, 3.0, 2.0, 0.5, 0.5),

@@ -182,7 +182,7 @@ class Decider:
                 if self.wants_scores:
                     scores[row][place] = processed[i, 0]
             proposed = following[going, place].tolist()
-            going = [row for row, token, drafted in zip(going, tokens, proposed) if token == drafted]
+            going = [row for row, token, drafted in zip(going, tokens, proposed) if token == drafted >= 0]
             for row in going:
                 lengths[row] += 1
         return found

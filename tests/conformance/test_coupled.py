@@ -72,6 +72,7 @@ RANDOM = given(
     config=st.fixed_dictionaries({
         "lookahead": st.sampled_from([1, 2, 5, "auto"]), "budget": st.sampled_from([1, 9]),
         "fan_out": st.sampled_from(["confidence", "uniform"]), "fallback": st.sampled_from(["ngram", "random", "auto"]),
+        "tree_nodes": st.sampled_from(["auto", 3, 8]),
     }),
     options=st.sampled_from([{}, {"temperature": 0.5}, {"top_p": 0.8}, {"repetition_penalty": 1.3}, {"top_k": 0}]),
     seed=st.integers(0, 2**32), rows=st.integers(1, 4), chance=st.randoms(),
@@ -79,7 +80,9 @@ RANDOM = given(
 
 
 def check_random(target, draft, config, options, seed, rows, chance):
-    planned = lambda *_: Plan(AHEAD, 5, chance.randint(0, 5), 6, chance.choice(["primary", "ngram"]), 4)  # noqa: E731
+    def planned(*_):
+        return Plan(AHEAD, 5, chance.randint(0, 5), 6, chance.choice(["primary", "ngram"]), 4, chance.choice([0, 9]))
+
     with preparing(planned, lambda: chance.random() < 0.2):
         one = text(target, draft, padded_batch(rows), seed, options, asynchronous=False, **config)
     assert torch.equal(one.sequences, text(target, None, padded_batch(rows), seed, options).sequences)

@@ -1,0 +1,233 @@
+"""Token trees: what their nodes see, which path is decided, and where its columns go."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import hf_ssd
+from hf_ssd.cache.cached_model import CachedModel
+from hf_ssd.cache.ragged import RaggedCache
+from hf_ssd.drafting import siblings
+from hf_ssd.drafting.speculation_cache import SpeculationCache
+from hf_ssd.generation import loop
+from hf_ssd.generation.trees import NO_TOKEN, Tree
+from hf_ssd.generation.verification import Chance, verify_coupled
+from hf_ssd.noise import Noise
+from hf_ssd.rounds import Speculation
+
+from ..helpers.preparing import preparing
+from ..helpers.tiny import FAMILIES, VOCAB, tiny_model
+
+TOKENS = st.integers(2, VOCAB - 1)
+
+
+@st.composite
+def random_trees(draw, rows: int):
+    """Trees of any form, with as many nodes in each row."""
+    count = draw(st.integers(1, 9))
+    parents = [[draw(st.integers(-1, node - 1)) for node in range(count)] for _ in range(rows)]
+    return Tree([[draw(TOKENS) for _ in range(count)] for _ in range(rows)], parents, count)
+
+
+def ancestry(parents: list[int], node: int) -> list[int]:
+    """The slow way: the nodes from the last verified token to this one."""
+    found = []
+    while node >= 0:
+        found.insert(0, node)
+        node = parents[node]
+    return found
+
+
+def texts_of(row: int, length: int) -> torch.LongTensor:
+    return torch.randint(2, VOCAB, (length,), generator=torch.Generator().manual_seed(row))
+
+
+def fed(model, lengths: list[int], tree: Tree):
+    """Returns the cached model, and the logits of a pass over the last token of each row and its tree."""
+    decoder = CachedModel(model, RaggedCache())
+    texts = torch.stack([texts_of(row, max(lengths)) for row in range(len(lengths))])
+    decoder.extend(texts, [0] * len(lengths))
+    starts = [length - 1 for length in lengths]  # the columns behind are written again
+    last = torch.stack([texts_of(row, max(lengths))[length - 1 : length] for row, length in enumerate(lengths)])
+    nodes = torch.cat([last, torch.tensor(tree.tokens)], dim=1)
+    return decoder, decoder.extend_tree(nodes, starts, torch.from_numpy(tree.ancestors()))
+
+
+def check_logits(model, lengths, tree):
+    """Compares with single passes over each node's own text."""
+    _, logits = fed(model, lengths, tree)
+    for row, length in enumerate(lengths):
+        text = texts_of(row, max(lengths))[:length]
+        for node in range(-1, len(tree.tokens[0])):
+            path = [tree.tokens[row][one] for one in ancestry(tree.parents[row], node)]
+            alone = model(torch.cat([text, torch.tensor(path, dtype=torch.long)])[None]).logits[0, -1]
+            assert torch.allclose(logits[row, node + 1], alone, atol=1e-4), (row, node)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_node_has_the_logits_of_its_own_text(family):
+    model = tiny_model(family)
+
+    @settings(max_examples=8)
+    @given(tree=random_trees(2), lengths=st.lists(st.integers(2, 12), min_size=2, max_size=2))
+    @torch.inference_mode()
+    def check(tree, lengths):
+        check_logits(model, lengths, tree)
+
+    check()
+
+
+def sees_siblings(self):
+    return np.tril(np.ones_like(ANCESTORS(self)))
+
+
+def at_depth_of_columns(self, tokens, lengths, sees):
+    """Positions as if each token followed the one in the column before it."""
+    return self.extend(tokens, lengths)
+
+
+ANCESTORS = Tree.ancestors
+
+
+@pytest.mark.parametrize(
+    "owner, name, mutant",
+    [(Tree, "ancestors", sees_siblings), (CachedModel, "extend_tree", at_depth_of_columns)],
+    ids=["a sibling sees a sibling", "the positions of a chain"],
+)
+@torch.inference_mode()
+def test_a_mask_or_position_of_another_node_is_noticed(owner, name, mutant, monkeypatch):
+    tree = Tree([[5, 6, 7, 8]], [[-1, 0, -1, 0]], 2)
+    check_logits(tiny_model(), [6], tree)
+    monkeypatch.setattr(owner, name, mutant)
+    with pytest.raises(AssertionError):
+        check_logits(tiny_model(), [6], tree)
+
+
+@settings(max_examples=60)
+@given(tree=random_trees(3), data=st.data())
+def test_a_path_takes_the_child_that_is_chosen(tree, data):
+    count = len(tree.tokens[0])
+    choices = [[data.draw(st.sampled_from([*row, 1])) for _ in range(count + 1)] for row in tree.tokens]
+    for row, path in enumerate(tree.paths(choices)):
+        tokens, parents, chosen = tree.tokens[row], tree.parents[row], choices[row]
+        assert path == ancestry(parents, path[-1])
+        for last, node in zip([-1, *path], path):
+            children = [one for one in range(count) if parents[one] == last]
+            wanted = [one for one in children if tokens[one] == chosen[last + 1]]
+            assert node == (wanted or children)[0]
+        assert path[-1] not in parents  # nothing follows its end
+
+
+@torch.inference_mode()
+def check_next_pass(move=RaggedCache.move_columns):
+    """The columns of a path stand where those of a chain would: a pass over the next token sees the right text."""
+    model, tree = tiny_model(), Tree([[5, 6, 7, 8], [9, 10, 11, 12]], [[-1, 0, -1, 0], [-1, 0, -1, 0]], 2)
+    decoder, _ = fed(model, [6, 4], tree)
+    move(decoder.cache, [(0, 6 + 2, 6), (1, 4 + 3, 5)])  # the rows go on with node 2, and with nodes 0 and 3
+    logits = decoder.extend(torch.tensor([[20], [21]]), [7, 6])
+    for row, (length, path) in enumerate([(6, [7, 20]), (4, [9, 12, 21])]):
+        alone = model(torch.cat([texts_of(row, 6)[:length], torch.tensor(path)])[None]).logits[0, -1]
+        assert torch.allclose(logits[row, 0], alone, atol=1e-4)
+
+
+def test_the_columns_of_a_path_are_those_of_a_chain():
+    check_next_pass()
+    with pytest.raises(AssertionError):
+        check_next_pass(lambda cache, moves: None)
+
+
+def test_a_speculation_with_siblings_is_a_tree_of_its_trunk_and_them():
+    tree = Tree.of(Speculation([[5, 6], [7, 8]], siblings=[[(1, 9), (0, 4)], [(1, 3)]]))
+    assert tree.tokens == [[5, 6, 9, 4], [7, 8, 3, 0]] and tree.parents == [[-1, 0, 0, -1], [-1, 0, 0, -1]]
+    assert tree.paths([[4, 0, 0, 0, 0], [7, 3, 0, 0, 0]]) == [[3], [0, 2]]
+
+
+def test_siblings_are_the_next_best_where_the_draft_is_least_certain():
+    sure, unsure = [0.0, 8.0, 0.0, -1.0, -2.0, -3.0], [2.0, -1.0, 1.9, 1.0, -2.0, -3.0]
+    found = siblings.beside(torch.tensor([[sure, unsure]]), None, torch.tensor([[1, 0]]))
+    assert found[0, 1, : siblings.MOST].tolist() == [2, 3, 1, 4]
+    assert siblings.best(found[0].tolist(), 2) == [(1, 2), (1, 3)]
+    assert [depth for depth, _ in siblings.best(found[0].tolist(), 6)].count(0) > 0
+    noise = torch.ones(1, 2, 6)
+    noise[0, 1, 5] = 1e-6  # the target is going to draw it
+    assert siblings.beside(torch.tensor([[sure, unsure]]), noise, torch.tensor([[1, 0]]))[0, 1, 0] == 5
+
+
+def test_a_branch_goes_on_behind_a_sibling_that_was_accepted():
+    cache = SpeculationCache([[0, 1]], [[4, 5]])
+    cache.append([[[6, 7], [8, 9]]], None, None, [[[[1], [2]], [[3], [4]]]])
+    assert not cache.go_on(0, 0, 5) and cache.tokens[0][0] == [6, 7]
+    assert cache.go_on(0, 0, 6) and cache.tokens[0] == [[7], [8, 9]] and cache.beside[0][0] == [[2]]
+
+
+def call(pair, max_new_tokens=40, **settings):
+    target, draft = pair
+    config = {"lookahead": 3, "budget": 8, "tree_nodes": 8, "asynchronous": False, **settings}
+    inputs = {"input_ids": torch.stack([texts_of(row, 9) for row in range(2)])}
+    options = {"max_new_tokens": max_new_tokens, "do_sample": False, "return_dict_in_generate": True}
+    output = target.generate(**inputs, **options, assistant_model=draft, ssd_config=hf_ssd.SSDConfig(**config))
+    assert torch.equal(output.sequences, target.generate(**inputs, **options).sequences)
+    return output.ssd_stats
+
+
+def test_trees_give_more_tokens_a_round_than_the_chain_in_them(target, draft):
+    tree, chain = call((target, draft)), call((target, draft), tree_nodes=3)
+    assert {*chain.column("nodes")} == {0} and 8 in tree.column("nodes")
+    assert tree.tokens_per_round > chain.tokens_per_round and tree.rounds < chain.rounds
+
+
+def behind_siblings(pair) -> list[int]:
+    """Returns the accepted counts of hits of rows that took a sibling in the round before."""
+    with preparing():
+        records = call(pair, max_new_tokens=120).records
+    rounds = zip(records, records[1:])
+    return [two.accepted[row] for one, two in rounds for row in two.live if one.took_sibling(row) and two.hits[row]]
+
+
+def test_an_outcome_of_another_node_is_noticed(target, draft, monkeypatch):
+    """The text would be the same, but what was prepared for another token is hardly ever right."""
+    right = behind_siblings((target, draft))
+    monkeypatch.setattr(SpeculationCache, "go_on", lambda self, row, branch, token: True)
+    wrong = behind_siblings((target, draft))
+    assert len(right) > 5 and sum(right) / len(right) > 2 * sum(wrong) / len(wrong)
+
+
+def test_an_accepted_sibling_is_no_bias_of_processors(target, draft):
+    """Processors that read the text are not applied where a path is looked for, only where it is decided."""
+    options = {"repetition_penalty": 1.7, "max_new_tokens": 30, "do_sample": False}
+    inputs = {"input_ids": texts_of(0, 9)[None]}
+    config = hf_ssd.SSDConfig(lookahead=3, budget=8, tree_nodes=9, asynchronous=False)
+    output = target.generate(
+        **inputs, **options, assistant_model=draft, ssd_config=config, return_dict_in_generate=True
+    )
+    assert torch.equal(output.sequences, target.generate(**inputs, **options)) and 9 in output.ssd_stats.column("nodes")
+
+
+def test_any_path_gives_the_same_text(target, draft, monkeypatch):
+    """What is accepted depends on the path, and what is decided does not."""
+    best = call((target, draft)).tokens_per_round
+    paths = Tree.paths
+    wrong = lambda self, choices: paths(self, [[0] * len(row) for row in choices])  # noqa: E731
+    monkeypatch.setattr(Tree, "paths", wrong)
+    assert call((target, draft)).tokens_per_round < best
+
+
+def test_a_place_without_a_node_is_never_accepted():
+    """Where there is no distribution to draw from, the draw is -1 too."""
+    chance = Chance(Noise(1, VOCAB, coupled=True), torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long))
+    scores = torch.full((1, 2, VOCAB), -torch.inf)
+    accepted, bonus, _ = verify_coupled(scores, torch.tensor([[NO_TOKEN]]), chance)
+    assert (accepted.tolist(), bonus.tolist()) == ([0], [-1])
+
+
+def test_chains_are_verified_where_no_tree_can_be_and_the_sentence_says_why(target, draft, monkeypatch):
+    said, inputs = [], {"input_ids": texts_of(0, 9)[None]}
+    monkeypatch.setattr(loop.logger, "warning_once", said.append)
+    config = hf_ssd.SSDConfig(lookahead=3, budget=8, tree_nodes=9, asynchronous=False)
+    options = {"max_new_tokens": 9, "assistant_model": draft, "ssd_config": config, "return_dict_in_generate": True}
+    stats = target.generate(**inputs, **options, do_sample=True).ssd_stats
+    assert {*stats.column("nodes")} == {0} and 'verification="coupled"' in said[0]
+    stats = target.generate(**inputs, **options, do_sample=False).ssd_stats
+    assert 9 in stats.column("nodes") and len(said) == 1
