@@ -45,7 +45,7 @@ from .proposers.forced import forced_by
 from .sequences import Sequences, prompts_without_padding
 from .settings import Settings
 from .target import Target
-from .trees import verify, why_a_chain
+from .trees import verify_tree, why_a_chain
 
 logger = logging.get_logger(__name__)
 
@@ -203,7 +203,11 @@ def decode(target: Target, rows, draft: FaultTolerantDraft, logits: torch.Tensor
 
         # 6. Verify: one forward pass over the last token and the drafted tokens of each row.
         before = decoder.preparations
-        following, logits = verify(target, rows, speculation)
+        if speculation.siblings is None:
+            following = rows.propose(speculation.tokens)
+            logits = target.verify(following)
+        else:
+            following, logits = verify_tree(target, rows, speculation)
         record.lookahead = following.shape[1] - 1
         record.compiles = decoder.preparations > before or rows.has_read
 

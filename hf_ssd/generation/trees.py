@@ -60,14 +60,11 @@ class Tree:
         return paths
 
 
-def verify(target, rows, speculation: Speculation) -> tuple[torch.LongTensor, torch.Tensor]:
+def verify_tree(target, rows, speculation: Speculation) -> tuple[torch.LongTensor, torch.Tensor]:
     """
-    Feeds the last token and the speculation of each row. Returns what is to be decided: the tokens (see
-    [`Sequences.propose`]) and the raw logits `(batch_size, lookahead + 1, vocab_size)`, of a tree those on a path.
+    Feeds the last token and the tree of each row. Returns what is to be decided, the tokens of a path through the tree
+    (see [`Sequences.propose`]) and their raw logits `(batch_size, lookahead + 1, vocab_size)`.
     """
-    if speculation.siblings is None:
-        following = rows.propose(speculation.tokens)
-        return following, target.verify(following)
     tree, record = Tree.of(speculation), speculation.record
     sees = tree.ancestors()
     logits = target.verify_tree(tree.tokens, sees)

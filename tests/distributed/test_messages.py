@@ -78,24 +78,45 @@ def test_speculations_round_trip_with_the_drafts_part_of_the_record():
     speculation = Speculation([[1, 2, 3], [4]], None, record)
     unpacked = wire.read_speculation(wire.write_speculation(speculation), 2)
     assert unpacked == speculation
+    speculation.siblings = [[(0, 5), (2, 6)], []]
+    assert wire.read_speculation(wire.write_speculation(speculation), 2) == speculation
     empty = wire.read_speculation(wire.write_speculation(Speculation.empty(2)), 2)
     assert empty.tokens == [[], []] and empty.record.sources == ["nothing"] * 2
 
 
-GOOD = [1, 5, 2, 12, 0], None, [[5, 7, 8], []]  # plan, proposed, tokens
+@pytest.mark.parametrize(
+    "siblings, words",
+    [
+        ([[0, 5]], "cannot be the siblings of all rows"),
+        (7, "cannot be the siblings of all rows"),
+        ([[0, 5], [0]], "are no siblings of 1 tokens"),
+        ([[3, 5], []], "are no siblings of 3 tokens"),  # beside a token that is not there
+        ([[0, -1], []], "are not numbers from 0"),
+        ([[0, 97], []], "are not numbers from 0 to 96"),
+        ([[0, 1] * 300, []], "is not a list of at most"),
+    ],
+)
+def test_siblings_that_cannot_be_are_refused(siblings, words):
+    payload = wire.write_speculation(Speculation([[1, 2, 3], [4]], None, RoundRecord(sources=["nothing"] * 2)))
+    with pytest.raises(ProtocolError, match=words):
+        wire.read_speculation([*payload[:4], siblings], 2, 97)
+
+
+GOOD = [1, 5, 2, 12, 0, 9], None, [[5, 7, 8], []]  # plan, proposed, tokens
 
 
 @pytest.mark.parametrize(
     "place, value, words",
     [
-        (0, [3, 5, 2, 12, 0], "3 cannot be the mode of a plan"),
-        (0, [-1, 5, 2, 12, 0], "-1 cannot be the mode of a plan"),
-        (0, [1, 65, 2, 12, 0], "65 cannot be the lookahead of a plan"),
-        (0, [1, 5, 6, 12, 0], "is not a plan"),  # after a miss more than ever
-        (0, [1, 5, 2, -1, 0], "-1 cannot be the budget of a plan"),
-        (0, [1, 5, 2, 12, 9], "9 cannot be the fallback of a plan"),
-        (0, [1, 5, 2, 12], "a plan has not the 5 numbers"),
-        (0, None, "a plan has not the 5 numbers"),
+        (0, [3, 5, 2, 12, 0, 9], "3 cannot be the mode of a plan"),
+        (0, [-1, 5, 2, 12, 0, 9], "-1 cannot be the mode of a plan"),
+        (0, [1, 65, 2, 12, 0, 9], "65 cannot be the lookahead of a plan"),
+        (0, [1, 5, 6, 12, 0, 9], "is not a plan"),  # after a miss more than ever
+        (0, [1, 5, 2, -1, 0, 9], "-1 cannot be the budget of a plan"),
+        (0, [1, 5, 2, 12, 9, 9], "9 cannot be the fallback of a plan"),
+        (0, [1, 5, 2, 12, 0, 257], "257 cannot be the nodes of a plan"),
+        (0, [1, 5, 2, 12], "a plan has not the 6 numbers"),
+        (0, None, "a plan has not the 6 numbers"),
         (1, [[4] * 65, []], "is not a list of at most 64"),  # that the target proposes
         (1, 7, "cannot be the tokens of all rows"),
         (2, [[5, 7, 8]], "cannot be the tokens of all rows"),

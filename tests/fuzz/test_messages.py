@@ -32,6 +32,10 @@ def read_speculation(payload):
     assert {*record.sources} <= {*SOURCES} and record.draft_seconds < math.inf
     assert min(record.lookahead, record.budget, record.passes, record.steps) >= 0
     assert all(0 <= token < 2**63 for of_row in tokens for token in of_row)
+    if speculation.siblings is not None:
+        assert len(speculation.siblings) == ROWS
+        for of_row, trunk in zip(speculation.siblings, tokens):
+            assert all(0 <= depth < len(trunk) and 0 <= token < 2**63 for depth, token in of_row)
 
 
 def read_probabilities(payload):
