@@ -376,6 +376,7 @@ def trees(pair, args) -> list[dict]:
                     row = {"T": temperature, "mode": "ahead" if asynchronous else "in turn", "lookahead": lookahead}
                     row |= {"nodes": lookahead if nodes == "auto" else nodes}
                     row |= {name: mean(getattr(s, name) for s in of) for name in ("tokens_per_round", "hit_rate")}
+                    row["verify_ms"] = 1e3 * statistics.median(chain(*(s.column("verify_seconds") for s in of)))
                     table.append(row | {"over_best_chain": speeds[lookahead, nodes] / best})
     return table
 

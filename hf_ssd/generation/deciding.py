@@ -118,7 +118,9 @@ class Decider:
         rows = list(range(len(logits)))
         starts = [n - 1 - padding for n, padding in zip(self.sequences.lengths, self.padding)]
         chance = Chance(self.noise, *from_host([rows, starts], ids.device))
-        return coupled_choices(scores, from_host(torch.from_numpy(depths), ids.device), chance).tolist()
+        noise = chance.of_draws(torch.arange(depths.max() + 1, device=ids.device)[None])
+        index = from_host(torch.from_numpy(depths), ids.device)
+        return coupled_choices(scores, noise[torch.arange(len(logits), device=ids.device)[:, None], index]).tolist()
 
     def _decide(self, logits, following, q, kept: list) -> torch.LongTensor:
         """

@@ -108,16 +108,17 @@ def verify_coupled(
     position is independent of the tokens before it, and the token there is the target's own draw in any case, so it is
     distributed as the target's own samples whatever was drafted. For arguments and results see [`verify_sampled`].
     """
-    choice = coupled_choices(scores, torch.arange(scores.shape[1], device=drafted.device)[None], chance)
+    noise = chance.of_draws(torch.arange(scores.shape[1], device=drafted.device)[None])
+    choice = coupled_choices(scores, noise)
     # No drafted token is -1, and no such draw is accepted.
     accepted = accepted_counts((choice[:, :-1] == drafted) & (drafted >= 0))
     return accepted, choice.gather(1, accepted[:, None]).squeeze(1), torch.zeros_like(accepted)
 
 
-def coupled_choices(scores: torch.Tensor, depths: torch.LongTensor, chance: Chance) -> torch.LongTensor:
-    """Returns the target's own draws `(batch_size, N)` by scores of N positions, at depths `(batch_size or 1, N)`."""
+def coupled_choices(scores: torch.Tensor, noise: torch.FloatTensor) -> torch.LongTensor:
+    """Returns the target's own draws `(batch_size, N)` by scores of N positions with noise of the same shape."""
     p = probabilities(scores)
-    return drawn(p.flatten(0, 1), chance.of_draws(depths).expand_as(p).flatten(0, 1)).view(p.shape[:2])
+    return drawn(p.flatten(0, 1), noise.flatten(0, 1)).view(p.shape[:2])
 
 
 def verify_sampled(
