@@ -251,12 +251,15 @@ class RaggedCache(DynamicCache):
             layer.move_rows(moved, [before.index(order[place]) for place in moved])
 
     def move_columns(self, moves: list[tuple[int, int, int]]) -> None:
-        """Copies columns within rows, all at once: each of the `moves` is a row, its column and the place for it."""
+        """
+        Copies columns within rows, all at once: each of the `moves` is a row, its column and the place for it. Rows
+        that are left out have no such columns.
+        """
+        if self.rows is not None:
+            moves = [(self.rows.index(row), *columns) for row, *columns in moves if row in self.rows]
         if not moves:
             return
         rows, columns, places = map(list, zip(*moves))
-        if self.rows is not None:
-            rows = [(self.rows + self.left_out).index(row) for row in rows]
         for layer in self.ragged:
             of_rows, of_columns, to = (from_host(one, layer.device) for one in (rows, columns, places))
             for storage in (layer.keys, layer.values):

@@ -92,11 +92,12 @@ PADDED = {
 OPTIONS = {"greedy": {}, "penalty": {"repetition_penalty": 1.3}, "end": {"eos_token_id": [1], "min_new_tokens": 6}}
 
 
-def greedy(small, case, **options):
+def greedy(small, case, tree_nodes="auto", **options):
     """Outputs of a call in turn and, if the drafter prepares, of one ahead of time, with the tokens of plain calls."""
     options = {"do_sample": False, "pad_token_id": 0, **options}
     plain = small.generate(**PADDED, **options)
-    config = SSDConfig(lookahead=3, budget=8, asynchronous=False, on_draft_failure="raise", **case[1].settings)
+    settings = {"asynchronous": False, "on_draft_failure": "raise", "tree_nodes": tree_nodes, **case[1].settings}
+    config = SSDConfig(lookahead=3, budget=8, **settings)
     ours = {"assistant_model": case[1].draft(small, 0.02), "ssd_config": config, "return_dict_in_generate": True}
     outputs = [small.generate(**PADDED, **options, **ours)]
     if case[1].prepares:
@@ -115,6 +116,15 @@ def test_greedy_tokens_are_those_of_plain_generate(small, case, name):
         assert output.ssd_stats.tokens_per_round > 1 or case[0] == "parallel"
         assert {r.lookahead for r in output.ssd_stats.records} >= {3}
     assert not any(hit for row in outputs[0].ssd_stats.column("hits") for hit in row)
+
+
+def test_siblings_of_every_drafter_are_verified(small, case):
+    """Also of heads, which read the features of the path that was decided."""
+    if case[0] == "dflash":
+        pytest.skip("a DFlash draft names no second choices")
+    for output in greedy(small, case, tree_nodes=7, max_new_tokens=40):
+        records = output.ssd_stats.records
+        assert any(r.took_sibling(row) for r in records for row in r.live) and {r.nodes for r in records} >= {7}
 
 
 @pytest.mark.slow

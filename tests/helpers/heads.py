@@ -52,12 +52,12 @@ def knows(monkeypatch, texts: list[list[int]], wrong_every: int = 4) -> None:
     """
     add = Completion.add
 
-    def knowing(self, depth, token, probability):
+    def knowing(self, depth, token, *others):
         lengths = self.drafter.prefix.lengths
         for row, text in enumerate(texts):
             place = lengths[row] + depth
             if place < len(text) and place % wrong_every:
                 token[row] = text[place]
-        add(self, depth, token, probability)
+        add(self, depth, token, *others)
 
     monkeypatch.setattr(Completion, "add", knowing)
