@@ -74,7 +74,8 @@ def speculative_speculative_decoding(
         resolved = ResolvedDraft()  # nobody is asked
     check_generation(model, input_ids, settings, model_kwargs, resolved.model)
     longest = max(LOOKAHEADS) if ssd_config.lookahead == "auto" else ssd_config.lookahead
-    check_supported(model, rows=len(input_ids), lookahead=max(longest, nodes_of(ssd_config)))
+    widest = max(longest, nodes_of(ssd_config)) if nodes_of(ssd_config) else longest
+    check_supported(model, rows=len(input_ids), lookahead=widest)
     if not resolved.takes_worker:
         ssd_config = dataclasses.replace(ssd_config, asynchronous=False)
         settings = dataclasses.replace(settings, config=ssd_config)

@@ -90,7 +90,7 @@ def test_late_answers_are_dropped(line, late):
         ({"round_": 3}, "expected SPECULATION of session 5, round 2"),
         ({"kind": Kind.PROBABILITIES, "payload": [1.0] * 300}, "received PROBABILITIES of session 5"),
         ({"change": (0, 1234)}, "does not come from hf_ssd"),
-        ({"payload": list(range(4))}, "a speculation has not the 11 numbers"),
+        ({"payload": list(range(5))}, "a speculation has not the 11 numbers"),
         ({"payload": [3, 4]}, r"\[3, 4\] cannot be a speculation"),
         ({"payload": speculation([[1, 2]])}, r"\[-1\] cannot be the ranks of a speculation"),
         ({"payload": speculation([[1, 2], [3, 4]], passes=-1)}, "-1 cannot be the passes of a speculation"),
