@@ -221,10 +221,12 @@ def cells(pairs, settings, options, rows) -> list[tuple]:
 OTHERS = [name for name in FAMILIES if name != "llama"]
 FOREIGN = ["draft padded", "target padded", "another tokenizer", "another tokenizer, parallel"]
 GREEDY_CELLS = [
-    *cells(["llama"], ["lookahead 1", "lookahead 2", "lookahead 4", "lookahead 7"], NOTHING, (1, 4)),
-    *cells(OTHERS, ["lookahead 1", "lookahead 4", "lookahead 7"], NOTHING, (4,)),
+    *cells(["llama"], ["lookahead 1", "lookahead 4"], NOTHING, (1, 4)),
+    *cells(["llama"], ["lookahead 2", "lookahead 7"], NOTHING, (4,)),
+    *cells(OTHERS, ["lookahead 1", "lookahead 7"], NOTHING, (4,)),
     *cells(OTHERS, ["lookahead 4"], NOTHING, (1,)),
-    *cells(["parallel"], ["lookahead 1", "lookahead 2", "lookahead 5", "lookahead 16"], NOTHING, (1, 4)),
+    *cells(["parallel"], ["lookahead 1", "lookahead 5"], NOTHING, (1, 4)),
+    *cells(["parallel"], ["lookahead 2", "lookahead 16"], NOTHING, (4,)),
     *cells(["parallel, qwen3"], ["lookahead 5"], NOTHING, (1, 4)),
     *cells(FOREIGN, ["lookahead 4", "n-grams"], NOTHING, (1, 4)),
     *cells(["llama"], [*SHAPES, "a list", *FALLBACKS], NOTHING, (1, 4)),
