@@ -17,7 +17,7 @@ from ..helpers.calls import call
 from ..helpers.channels import both
 from ..helpers.tiny import padded_batch, ready, tiny_draft
 
-PROMPT, SHORT, LONG = 9, 24, 90
+PROMPT, SHORT, LONG = 9, 24, 56
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 0}
 KINDS = {
     "greedy": ({}, {}),
@@ -100,8 +100,7 @@ def check_two_calls(targets, assistant, kind, **more):
     assert over.is_set() and outputs[0].ssd_stats.rounds > outputs[1].ssd_stats.rounds
 
 
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind, count", [*((kind, 1) for kind in KINDS), ("sampled", 2)])
 def test_two_targets_have_one_draft(target, other, workers, count, kind):
     check_two_calls([target, other], ready(workers[count]), kind)
 
