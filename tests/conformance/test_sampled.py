@@ -40,7 +40,7 @@ def test_different_draft_randomness_is_noticed(target, draft, monkeypatch):
         config = hf_ssd.SSDConfig(lookahead=4, asynchronous=False)
         sequences.append(
             target.generate(
-                **padded_batch(2), max_new_tokens=40, do_sample=True, top_k=0, assistant_model=draft, ssd_config=config
+                **padded_batch(2), max_new_tokens=24, do_sample=True, top_k=0, assistant_model=draft, ssd_config=config
             )
         )
     assert not torch.equal(*sequences)
@@ -98,7 +98,7 @@ def test_scaling_by_the_budget_of_the_planner_is_noticed(target, draft, assistan
 
 
 def test_three_token_strings_have_the_targets_distribution(small):
-    assert p_value(*small) > 1e-3
+    assert p_value(*small, calls=16) > 1e-3
 
 
 def small_hybrids(family):
@@ -256,6 +256,6 @@ def test_a_wrong_q_under_whims_fails_the_same_test(small, monkeypatch):
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_plausible_mistakes_fail_the_same_test(small, name, monkeypatch):
-    """With half of its calls already."""
+    """With fewer calls already."""
     MUTANTS[name](monkeypatch)
-    assert power(*small, calls=12) > 0.99
+    assert power(*small, calls=12 if name == "q without its warpers" else 6) > 0.99

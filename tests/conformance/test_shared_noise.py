@@ -99,7 +99,7 @@ def of_two_rounds(monkeypatch):
     monkeypatch.setattr(deciding, "Chance", halved)
 
 
-# The mutants, and how many of the 24 calls of `test_sampled.py` they need to be noticed.
+# The mutants, and how many of the 16 calls of `test_sampled.py` they need to be noticed.
 MUTANTS = {
     "noise of bonus tokens": (of_bonus_tokens, 16),
     "noise of one place": (of_one_place, 6),
