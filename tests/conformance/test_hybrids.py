@@ -243,16 +243,23 @@ MUTANTS = [states_without_a_copy, a_lost_token, fillers_in_a_state, a_neighbours
 OF_DRAFTS = [a_neighbours_branch, an_adopted_neighbour]
 
 
+@pytest.fixture(scope="module")
+def tried_pair():
+    """Two models that have been tried before a mutant is there, which a trial would notice first."""
+    config = tiny_config("qwen3_next")
+    target, draft = hf_ssd.enable(sharp_model(config)), sharp_model(config)
+    for model in (target, draft):
+        check_supported(model, drafts=True)
+        check_supported(model, rows=3, lookahead=4)
+    return target, draft
+
+
 @pytest.mark.parametrize(
     "mutate, drafts", [*itertools.product(MUTANTS, [False, True]), *((mutate, True) for mutate in OF_DRAFTS)]
 )
-def test_a_wrong_state_is_noticed(mutate, drafts, short_refeeds, monkeypatch):
+def test_a_wrong_state_is_noticed(mutate, drafts, tried_pair, short_refeeds, monkeypatch):
     """By the greedy tokens of a target, and by the acceptance of a draft."""
-    config = tiny_config("qwen3_next")
-    target, draft = hf_ssd.enable(sharp_model(config)), sharp_model(config)
-    for model in (target, draft):  # which would notice some of them first
-        check_supported(model, drafts=True)
-        check_supported(model, rows=3, lookahead=4)
+    target, draft = tried_pair
     mutate(monkeypatch)
     with pytest.raises(AssertionError):
         if drafts:

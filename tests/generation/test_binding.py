@@ -154,18 +154,18 @@ def test_a_call_within_a_call_of_a_bound_target(is_a_folder, tmp_path):
         draft.save_pretrained(tmp_path)
         draft = tmp_path
     target, of_plain = hf_ssd.enable(tiny_model(), draft, hf_ssd.SSDConfig(lookahead=3, budget=8)), Asks(tiny_model())
-    options, hits = {**padded_batch(2), **OPTIONS, "max_new_tokens": 40}, []
+    options, hits = {**padded_batch(2), **OPTIONS, "max_new_tokens": 24}, []
     plain = of_plain.target.generate(**options, stopping_criteria=[of_plain])
     try:
-        for call in range(5):
+        for call in range(3):
             asks = Asks(target)
             output = target.generate(**options, stopping_criteria=[asks])
             assert torch.equal(output.sequences, plain.sequences) and output.ssd_stats.draft_failure is None
             assert len(asks.answers) == len(of_plain.answers) > 2
             assert all(torch.equal(*pair) for pair in zip(asks.answers, of_plain.answers))
             hits.append(output.ssd_stats.hit_rate)
-            if call == 2:
+            if call == 0:
                 ready(launch._assistants_of_paths[str(draft)] if is_a_folder else launch._assistants[draft])
-        assert min(hits[3:]) > 0.1
+        assert min(hits[1:]) > 0.1
     finally:
         hf_ssd.close(draft)

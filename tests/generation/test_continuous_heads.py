@@ -240,7 +240,7 @@ def test_a_draft_that_takes_over_gets_all_features(monkeypatch):
 
 def test_a_killed_worker_with_a_head_costs_no_token():
     target, head, _ = eagle3()
-    requests = [{**one, "max_new_tokens": n} for one, n in zip(greedy(), (100, 40))]
+    requests = [{**one, "max_new_tokens": n} for one, n in zip(greedy(), (50, 20))]
     with hf_ssd.launch_draft(head, num_threads=1) as assistant:
         kill = After(lambda: os.kill(assistant.workers[0].worker_info["pid"], signal.SIGKILL), 6)
         with hf_ssd.continuous_batching(target, assistant, SSDConfig(**MODES[AHEAD])) as manager:

@@ -15,8 +15,8 @@ from hf_ssd.config import SSDConfig
 from hf_ssd.rounds import AHEAD, IN_TURN, PLAIN
 
 from ..helpers.families import HYBRIDS, sharp_model, tiny_config
-from ..helpers.tiny import FAMILIES, VOCAB, tiny_draft, tiny_model
-from .test_continuous import MODES, After, accepted_counts, coupled, mark, plainly, prompts, run
+from ..helpers.tiny import VOCAB, tiny_draft, tiny_model
+from .test_continuous import MODES, OF_FAMILIES, After, accepted_counts, coupled, mark, plainly, prompts, run
 
 LONG = 90  # tokens of a prompt
 
@@ -57,8 +57,7 @@ def counts(found):
     return accepted_counts([request.rows.stats.records for request in found])
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family, mode", OF_FAMILIES)
 def test_a_conversation_that_goes_on_is_not_read_again(family, mode):
     target, draft = hf_ssd.enable(tiny_model(family)), tiny_draft(family)
     drafts = hf_ssd.launch_draft(draft, num_threads=1) if mode == AHEAD else draft
