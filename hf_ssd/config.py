@@ -92,8 +92,8 @@ class SSDConfig:
             Prior for the exponent of the miss rate, r in Theorem 12: a fan-out of F misses the bonus token with
             probability F^-r. Positive.
         timeout (`float`, *optional*, defaults to 30.0):
-            Seconds to wait for an answer of the draft worker before the worker counts as failed, and to wait until
-            other threads' calls with the same worker have ended.
+            Seconds to wait for an answer of the draft worker before the worker counts as failed. A call waits as long
+            for each of the calls that the worker serves at the time.
         on_draft_failure (`str`, *optional*, defaults to `"continue"`):
             What happens when the draft dies, hangs, raises or does not start: `"continue"` warns once and finishes by
             plain decoding, `"raise"` raises [`~hf_ssd.DraftError`].

@@ -204,9 +204,11 @@ class WorkerSession(DraftSession):
     def _receive(self, kind: Kind, timeout: float | None, read: Callable, *size):
         """
         Returns the result of `read` for the payload of the next message, which must be of this kind and of the current
-        round; older messages are dropped. Raises [`DraftError`] if there is no such message in time.
+        round; older messages are dropped. Raises [`DraftError`] if there is no such message in time: the timeout for
+        each of the calls that the worker serves, because it may be busy with the others.
         """
-        deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
+        timeout = (self.timeout if timeout is None else timeout) * len(self.channel.inboxes)
+        deadline = time.monotonic() + timeout
         self.is_reusable = False  # until the worker has answered
         try:
             while True:
@@ -223,7 +225,7 @@ class WorkerSession(DraftSession):
         except ProtocolError as error:
             raise DraftError(f"The draft worker sent something unexpected: {error}") from error
         except TimeoutError:
-            raise DraftError(f"The draft worker did not answer within {self.timeout:g} s.") from None
+            raise DraftError(f"The draft worker did not answer within {timeout:g} s.") from None
         except PeerLost as error:
             tail = self.channel.process.stderr_tail()
             raise DraftError(f"The draft worker has ended. {tail}".strip()) from error

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import deque
 from types import SimpleNamespace
 
 import pytest
@@ -59,6 +60,20 @@ def line():
     yield line
     line.draft.close()
     line.target.close()
+
+
+@pytest.mark.parametrize("others", [0, 2])
+def test_a_worker_that_is_busy_with_other_calls_has_the_time_for_them_too(line, others):
+    for number in range(others):
+        line.session.channel.inboxes[100 + number] = deque()
+    line.session.timeout, late = 0.5, threading.Timer(0.9, line.say)
+    late.start()
+    if others:
+        assert line.session.receive_speculation().tokens == [[1, 2], [3, 2]]
+    else:
+        with pytest.raises(hf_ssd.DraftError, match="did not answer within 0.5 s"):
+            line.session.receive_speculation()
+    late.join()
 
 
 def heard(line, *sayings):
