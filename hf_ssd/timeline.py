@@ -32,6 +32,8 @@ def intervals(stats) -> list[Interval]:
         }
         result.append(Interval(TARGET, "wait", received - record.wait_seconds, received, i, about))
         details = {**about, "accepted": record.accepted}
+        if record.nodes:
+            details |= {"nodes": record.nodes, "rows that took a sibling": sum(map(record.took_sibling, rows))}
         result.append(Interval(TARGET, "verify", received, received + record.verify_seconds, i, details))
         preparing = record.choose_seconds + record.grow_seconds
         if record.prepared_at >= 0 and preparing > 0:

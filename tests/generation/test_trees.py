@@ -16,6 +16,7 @@ from hf_ssd.generation.trees import NO_TOKEN, Tree
 from hf_ssd.generation.verification import Chance, verify_coupled
 from hf_ssd.noise import Noise
 from hf_ssd.rounds import Speculation
+from hf_ssd.timeline import intervals
 
 from ..helpers.preparing import preparing
 from ..helpers.tiny import FAMILIES, VOCAB, tiny_model
@@ -174,6 +175,8 @@ def call(pair, max_new_tokens=40, **settings):
 
 def test_trees_give_more_tokens_a_round_than_the_chain_in_them(target, draft):
     tree, chain = call((target, draft)), call((target, draft), tree_nodes=3)
+    taken = [one.details["rows that took a sibling"] for one in intervals(tree) if "nodes" in one.details]
+    assert sum(taken) > 0 and not any("nodes" in one.details for one in intervals(chain))
     assert {*chain.column("nodes")} == {0} and 8 in tree.column("nodes")
     assert tree.tokens_per_round > chain.tokens_per_round and tree.rounds < chain.rounds
 
