@@ -84,6 +84,8 @@ def check_speculated(stats, pair, setting, option, rows, is_ahead):
         assert setting != "auto budget" or "ahead" in modes
         return
     assert modes == (matrix.AHEAD if is_ahead else matrix.IN_TURN) and (stats.hit_rate > 0) == is_ahead
+    if setting in matrix.TREES:
+        return
     if setting not in matrix.LOOKAHEADS:
         assert not all(record.hits[row] for record in stats.records for row in record.live)
         assert max(stats.column("lookahead")) > 1
