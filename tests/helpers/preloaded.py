@@ -147,7 +147,12 @@ def preloaded_python():
         finally:
             subprocess.Popen = FRESH
             del os.environ[ADDRESS]
-            server.communicate()
+            server.stdin.close()
+            try:
+                server.wait(1)
+            except subprocess.TimeoutExpired:  # it still imports, and has started nothing
+                server.kill()
+                server.wait()
 
 
 # ---------------------------------------------------------------- the server
