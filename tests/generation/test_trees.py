@@ -14,7 +14,7 @@ from hf_ssd.cache.ragged import RaggedCache
 from hf_ssd.distributed import wire
 from hf_ssd.drafting import siblings
 from hf_ssd.drafting.speculation_cache import SpeculationCache
-from hf_ssd.generation import loop
+from hf_ssd.generation import deciding, loop
 from hf_ssd.generation.trees import NO_TOKEN, Tree
 from hf_ssd.generation.verification import Chance, verify_coupled
 from hf_ssd.noise import Noise
@@ -244,6 +244,17 @@ def test_any_path_gives_the_same_text(target, draft, monkeypatch):
     wrong = lambda self, choices: paths(self, [[0] * len(row) for row in choices])  # noqa: E731
     monkeypatch.setattr(Tree, "paths", wrong)
     assert call((target, draft)).tokens_per_round < best
+
+
+def test_paths_are_those_of_whole_batches_where_few_rows_fit_in_memory_at_once(target, draft, monkeypatch):
+    inputs = {"inputs": torch.stack([texts_of(row, 9) for row in range(3)]), "do_sample": True, "max_new_tokens": 20}
+    config = {"lookahead": 3, "tree_nodes": 8, "asynchronous": False, "verification": "coupled"}
+    accepted, options = [], {"assistant_model": draft, "ssd_config": config, "return_dict_in_generate": True}
+    for size in (deciding.SLICE_BYTES, 1):
+        monkeypatch.setattr(deciding, "SLICE_BYTES", size)
+        torch.manual_seed(3)
+        accepted.append(target.generate(**inputs, **options).ssd_stats.column("accepted"))
+    assert accepted[0] == accepted[1] and max(map(max, accepted[0])) > 1
 
 
 def test_a_place_without_a_node_is_never_accepted():
