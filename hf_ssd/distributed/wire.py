@@ -257,10 +257,10 @@ def read_speculation(values, rows: int, vocab_size: int = 2**63) -> Speculation:
 
 def read_siblings(numbers, depth: int, vocab_size: int) -> list[tuple[int, int]]:
     """Returns the depth, below that of the row's tokens, and the token of each sibling of a row."""
-    read_numbers(numbers, 2 * MOST_NODES, 0, vocab_size - 1)
-    if len(numbers) % 2 or any(number >= depth for number in numbers[::2]):
+    depths, tokens = read_numbers(numbers, 2 * MOST_NODES)[::2], numbers[1::2]
+    if len(numbers) % 2 or any(number >= depth for number in depths):
         raise ProtocolError(f"{numbers!r:.100} are no siblings of {depth} tokens")
-    return list(zip(numbers[::2], numbers[1::2]))
+    return list(zip(depths, read_numbers(tokens, MOST_NODES, 0, vocab_size - 1)))
 
 
 # ---------------------------------------------------------------- tensors

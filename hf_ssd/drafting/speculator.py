@@ -60,6 +60,7 @@ class Speculator:
         self.finished = [False] * len(drafter.prefix.lengths)
         self.verified: list[list[int]] = [[] for _ in self.finished]  # the tokens that are being verified
         self.siblings: list[list[tuple[int, int]]] = [[] for _ in self.finished]  # that are verified beside them
+        self.next_siblings: list[list[tuple[int, int]]] | None = None  # those of the last answer
         self.candidates: OutcomeCandidates | None = None
         self.prepared: SpeculationCache | None = None
         self.was_prepared = False
@@ -246,6 +247,7 @@ class Speculator:
             count = plan.nodes - width
             of_rows = [best(of_row[:width], count) if row in drafted else [] for row, of_row in enumerate(others)]
             found.siblings = of_rows if any(of_rows) else None
+        self.next_siblings = found.siblings
         for row, source in enumerate(record.sources):
             if source == NOTHING and not self.proposed[row] and not (self.waits and row in missed):
                 record.sources[row] = PRIMARY
@@ -254,7 +256,6 @@ class Speculator:
             tokens = padded(tokens, max(map(len, tokens)))
             sources = [EARLY if own else source for own, source in zip(self.proposed, record.sources)]
             self.take_speculation(tokens, sources)
-            self.siblings = found.siblings or self.siblings
             if lacks_tokens and tokens == written:  # the drafter has taken them in
                 self.unwritten = None
         record.steps, record.lookahead = steps, width
@@ -271,7 +272,7 @@ class Speculator:
     def take_speculation(self, tokens: list[list[int]], sources: list[str]) -> None:
         """Makes these tokens, `lookahead` of each row, the speculation that is verified next, with its sources."""
         self.sources, self.verified, self.unwritten = sources, tokens, tokens
-        self.siblings = [[] for _ in tokens]
+        self.siblings = self.next_siblings or [[] for _ in tokens]
 
     def catch_up(self) -> None:
         """Lets the drafter take in the last outcome and the tokens that are verified next, unless it already has."""

@@ -30,6 +30,7 @@ from ..distributed.roles import check_heads
 from ..drafting.heads.loading import OF_TARGET
 from ..drafting.resolver import ResolvedDraft, resolve
 from ..noise import check_fits
+from ..planning.fixed_plan import nodes_of
 from ..versions import check_internals
 from .proposers.custom import check_proposer
 from .settings import Settings
@@ -189,7 +190,7 @@ def check_generation(
     if input_ids.shape[1] == 0:
         raise ValueError("`input_ids` is empty; give at least one token.")
     _check_rope(model, input_ids, max_length, model_kwargs)
-    _check_columns(model, max_length, model_kwargs)
+    _check_columns(model, max_length, model_kwargs, max(ROOM, 2 * nodes_of(settings.config) + 2))
     if settings.do_sample:
         vocab_size = model.config.get_text_config(decoder=True).vocab_size
         check_fits(len(input_ids), (max_length or 0) + ROOM, vocab_size)
@@ -278,12 +279,15 @@ def _check_rope(model, input_ids, max_length: int | None, model_kwargs: dict) ->
     )
 
 
-def _check_columns(model, max_length: int | None, model_kwargs: dict) -> None:
-    """Raises `ValueError` for lengths at which a model scales attention by the number of columns in its cache."""
+def _check_columns(model, max_length: int | None, model_kwargs: dict, room: int) -> None:
+    """
+    Raises `ValueError` for lengths at which a model scales attention by the number of columns in its cache, which has
+    `room` for tokens that are not accepted.
+    """
     limit = last_column_limit(model)
     before = model_kwargs[CACHE].get_seq_length()
-    if limit is not None and (max_length is None or before + max_length + ROOM > limit):
+    if limit is not None and (max_length is None or before + max_length + room > limit):
         raise ValueError(
             f"{type(model).__name__} scales attention by the number of columns in its cache from {limit} columns on, "
-            f"which `ssd_config` cannot follow; set `max_length={limit - ROOM}` or less, padding included."
+            f"which `ssd_config` cannot follow; set `max_length={limit - room}` or less, padding included."
         )

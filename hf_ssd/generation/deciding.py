@@ -110,14 +110,20 @@ class Decider:
         Returns the token that the target would likely choose by raw logits `(batch_size, N, vocab_size)` after `depths`
         `(batch_size, N)` further tokens, which processors do not see here.
         """
+        rows, size, chosen = range(len(logits)), max(1, SLICE_BYTES // (4 * logits[0].numel())), []
+        for start in range(0, len(rows), size):
+            part = slice(start, start + size)
+            chosen += self._choices(logits[part], depths[part], rows[part])
+        return chosen
+
+    def _choices(self, logits: torch.Tensor, depths: np.ndarray, rows: range) -> list[list[int]]:
         warpers = LogitsProcessorList(one for one in self.processors if type(one) in STATELESS)
         ids = self.sequences.ids
         scores = warpers(None, logits.to(ids.device, torch.float32).flatten(0, 1)).view_as(logits)
         if not self.do_sample:
             return argmax(scores).tolist()
-        rows = list(range(len(logits)))
-        starts = [n - 1 - padding for n, padding in zip(self.sequences.lengths, self.padding)]
-        chance = Chance(self.noise, *from_host([rows, starts], ids.device))
+        starts = [self.sequences.lengths[row] - 1 - self.padding[row] for row in rows]
+        chance = Chance(self.noise, *from_host([list(rows), starts], ids.device))
         noise = chance.of_draws(torch.arange(depths.max() + 1, device=ids.device)[None])
         index = from_host(torch.from_numpy(depths), ids.device)
         return coupled_choices(scores, noise[torch.arange(len(logits), device=ids.device)[:, None], index]).tolist()

@@ -204,7 +204,7 @@ def decode(target: Target, rows, draft: FaultTolerantDraft, logits: torch.Tensor
 
         # 6. Verify: one forward pass over the last token and the drafted tokens of each row.
         before = decoder.preparations
-        if speculation.siblings is None:
+        if speculation.siblings is None or rows.sequences.room == 1:  # which takes no drafted token
             following = rows.propose(speculation.tokens)
             logits = target.verify(following)
         else:

@@ -21,7 +21,7 @@ NO_TOKEN = -1  # on a path that is shorter than others
 class Tree:
     """
     The nodes of each row: the `tokens` `(batch_size, N)` and their `parents`, earlier nodes or -1 for the last verified
-    token. A row with fewer siblings than others is filled with token 0 after the last verified token.
+    token. A row with fewer siblings than others is filled with copies of its first drafted token, on no path.
     """
 
     def __init__(self, tokens: list[list[int]], parents: list[list[int]], lookahead: int):
@@ -31,7 +31,8 @@ class Tree:
     def of(cls, speculation: Speculation) -> "Tree":
         """Returns the tree of a speculation, whose tokens are its trunk."""
         trunk, most = len(speculation.tokens[0]), max(map(len, speculation.siblings))
-        pairs = [[*of_row, *[(0, 0)] * (most - len(of_row))] for of_row in speculation.siblings]
+        rows = zip(speculation.tokens, speculation.siblings)
+        pairs = [[*own, *[(0, row[0])] * (most - len(own))] for row, own in rows]
         tokens = [[*row, *[token for _, token in own]] for row, own in zip(speculation.tokens, pairs)]
         return cls(tokens, [[*range(-1, trunk - 1), *[depth - 1 for depth, _ in own]] for own in pairs], trunk)
 

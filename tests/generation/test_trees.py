@@ -1,5 +1,7 @@
 """Token trees: what their nodes see, which path is decided, and where its columns go."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -9,17 +11,19 @@ from hypothesis import strategies as st
 import hf_ssd
 from hf_ssd.cache.cached_model import CachedModel
 from hf_ssd.cache.ragged import RaggedCache
+from hf_ssd.distributed import wire
 from hf_ssd.drafting import siblings
 from hf_ssd.drafting.speculation_cache import SpeculationCache
-from hf_ssd.generation import loop
+from hf_ssd.generation import deciding, loop
 from hf_ssd.generation.trees import NO_TOKEN, Tree
 from hf_ssd.generation.verification import Chance, verify_coupled
 from hf_ssd.noise import Noise
-from hf_ssd.rounds import Speculation
+from hf_ssd.rounds import NGRAM, PREPARED, RoundRecord, Speculation
 from hf_ssd.timeline import intervals
 
+from ..helpers.families import sharp_model, tiny_config
 from ..helpers.preparing import preparing
-from ..helpers.tiny import FAMILIES, VOCAB, tiny_model
+from ..helpers.tiny import FAMILIES, VOCAB, speculated, tiny_model
 
 TOKENS = st.integers(2, VOCAB - 1)
 
@@ -141,8 +145,14 @@ def test_the_columns_of_a_path_are_those_of_a_chain():
 
 def test_a_speculation_with_siblings_is_a_tree_of_its_trunk_and_them():
     tree = Tree.of(Speculation([[5, 6], [7, 8]], siblings=[[(1, 9), (0, 4)], [(1, 3)]]))
-    assert tree.tokens == [[5, 6, 9, 4], [7, 8, 3, 0]] and tree.parents == [[-1, 0, 0, -1], [-1, 0, 0, -1]]
+    assert tree.tokens == [[5, 6, 9, 4], [7, 8, 3, 7]] and tree.parents == [[-1, 0, 0, -1], [-1, 0, 0, -1]]
     assert tree.paths([[4, 0, 0, 0, 0], [7, 3, 0, 0, 0]]) == [[3], [0, 2]]
+
+
+def test_nothing_is_on_a_path_that_the_draft_does_not_know():
+    """Where a row has fewer siblings than others, what stands in their place has not been drafted."""
+    tree = Tree.of(Speculation([[5, 6], [7, 8]], siblings=[[(1, 9), (0, 4)], []]))
+    assert all(tree.paths([[0] * 5, [token] + [0] * 4])[1] == [0, 1] for token in range(VOCAB))
 
 
 def test_siblings_are_the_next_best_where_the_draft_is_least_certain():
@@ -197,6 +207,28 @@ def test_an_outcome_of_another_node_is_noticed(target, draft, monkeypatch):
     assert len(right) > 5 and sum(right) / len(right) > 2 * sum(wrong) / len(wrong)
 
 
+def test_siblings_are_known_where_a_fallback_proposes_for_another_row(target, draft):
+    """Otherwise all rows would miss after one has taken a sibling."""
+    with preparing():
+        records = call((target, draft), max_new_tokens=120, budget=5, fallback="ngram").records
+    rounds = [pair for pair in zip(records, records[1:]) if NGRAM in pair[0].sources]
+    after = [two for one, two in rounds if any(map(one.took_sibling, one.live))]
+    assert sum(any(record.hits) for record in after) > len(after) / 4 > 0
+
+
+def test_nan_of_a_drafted_token_does_not_reach_the_last_token_of_a_row(draft):
+    """A pass for a token alone has no drafted tokens beside it, since nothing would look for NaN then."""
+    target, draft, token = hf_ssd.enable(tiny_model()), copy.deepcopy(draft), 50
+    with torch.no_grad():
+        target.model.embed_tokens.weight[token], target.lm_head.weight[token] = torch.nan, 0
+        draft.lm_head.weight[token] *= 2
+    prompts = torch.stack([texts_of(row, 9) for row in range(8)])
+    inputs = {"input_ids": prompts.masked_fill(prompts == token, 1), "attention_mask": torch.ones_like(prompts)}
+    settings = {"tree_nodes": 9, "lookahead": 3}
+    for count in (2, 20):
+        speculated(target, draft, inputs, settings, max_new_tokens=count, least=0.9)
+
+
 def test_an_accepted_sibling_is_no_bias_of_processors(target, draft):
     """Processors that read the text are not applied where a path is looked for, only where it is decided."""
     options = {"repetition_penalty": 1.7, "max_new_tokens": 30, "do_sample": False}
@@ -217,6 +249,17 @@ def test_any_path_gives_the_same_text(target, draft, monkeypatch):
     assert call((target, draft)).tokens_per_round < best
 
 
+def test_paths_are_those_of_whole_batches_where_few_rows_fit_in_memory_at_once(target, draft, monkeypatch):
+    inputs = {"inputs": torch.stack([texts_of(row, 9) for row in range(3)]), "do_sample": True, "max_new_tokens": 20}
+    config = {"lookahead": 3, "tree_nodes": 8, "asynchronous": False, "verification": "coupled"}
+    accepted, options = [], {"assistant_model": draft, "ssd_config": config, "return_dict_in_generate": True}
+    for size in (deciding.SLICE_BYTES, 1):
+        monkeypatch.setattr(deciding, "SLICE_BYTES", size)
+        torch.manual_seed(3)
+        accepted.append(target.generate(**inputs, **options).ssd_stats.column("accepted"))
+    assert accepted[0] == accepted[1] and max(map(max, accepted[0])) > 1
+
+
 def test_a_place_without_a_node_is_never_accepted():
     """Where there is no distribution to draw from, the draw is -1 too."""
     chance = Chance(Noise(1, VOCAB, coupled=True), torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long))
@@ -234,3 +277,18 @@ def test_chains_are_verified_where_no_tree_can_be_and_the_sentence_says_why(targ
     assert {*stats.column("nodes")} == {0} and 'verification="coupled"' in said[0]
     stats = target.generate(**inputs, **options, do_sample=False).ssd_stats
     assert 9 in stats.column("nodes") and len(said) == 1
+
+
+def test_a_sibling_may_stand_deeper_than_there_are_tokens_in_the_vocabulary():
+    sent = Speculation([[1] * 5], None, RoundRecord(sources=[PREPARED]), siblings=[[(4, 2)]])
+    assert wire.read_speculation(wire.write_speculation(sent), 1, vocab_size=4).siblings == sent.siblings
+
+
+def test_texts_are_refused_whose_trees_have_columns_at_which_llama_4_scales_its_attention(draft):
+    """It counts all columns, also those of nodes that are not accepted."""
+    config = tiny_config("llama4_text")
+    config.floor_scale = 600
+    settings = {"lookahead": 3, "tree_nodes": 256, "asynchronous": False}
+    target, options = hf_ssd.enable(sharp_model(config)), {"assistant_model": draft, "ssd_config": settings}
+    with pytest.raises(ValueError, match="scales attention .* `max_length=86` or less"):
+        target.generate(texts_of(0, 9)[None], do_sample=False, max_new_tokens=78, **options)
