@@ -186,6 +186,7 @@ class Speculator:
         self.proposed = outcome.proposed or [[] for _ in counts]
         branches = [-1 if tokens else branch for tokens, branch in zip(self.proposed, branches)]  # none is adopted
         if cache is not None:
+            record.grown = cache.grown
             for row in [row for row, has_turned in enumerate(turned) if has_turned and branches[row] >= 0]:
                 if not cache.go_on(row, branches[row], outcome.tokens[row][-1]):
                     branches[row] = -1
@@ -194,7 +195,6 @@ class Speculator:
             found.support = max(1, cache.support(branches)) if cache.supports else self.drafter.vocab_size
         record.sources = [NOTHING if branch < 0 else PREPARED for branch in branches]
         record.mode = plan.mode
-        record.grown = cache.grown if cache is not None else 0
         record.states = self.drafter.prefix.most_states
         record.answered_at = start
         record.ranks = [-1] * len(counts)
