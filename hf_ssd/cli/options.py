@@ -4,7 +4,7 @@ import argparse
 import math
 from collections.abc import Callable
 
-from ..config import COUPLED, DRAFTERS, LONGEST_LOOKAHEAD, SSDConfig
+from ..config import COUPLED, DRAFTERS, LONGEST_LOOKAHEAD, MOST_NODES, SSDConfig
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -40,11 +40,13 @@ def add_speculation(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--drafter", choices=DRAFTERS, help="how the draft proposes tokens; default: auto")
     group.add_argument("--lookahead", type=lookahead, metavar="N", help="drafted tokens a round; default: planned")
     group.add_argument("--budget", type=at_least(1), metavar="N", help="outcomes to prepare; default: planned")
+    nodes = at_least(1, below=MOST_NODES + 1)
+    group.add_argument("--tree-nodes", type=nodes, metavar="N", help="tokens to verify a round; default: those drafted")
 
 
 def settings(args: argparse.Namespace) -> SSDConfig:
     """Returns the settings of speculation that the arguments ask for. A seed repeats a sampled text."""
-    asked = {name: getattr(args, name, None) for name in ("drafter", "lookahead", "budget")}
+    asked = {name: getattr(args, name, None) for name in ("drafter", "lookahead", "budget", "tree_nodes")}
     return SSDConfig(verification=COUPLED, **{name: value for name, value in asked.items() if value is not None})
 
 

@@ -20,7 +20,6 @@ from ..config import COUPLED, SSDConfig
 from ..distributed.sessions import SessionRequest
 from ..distributed.target_ranks import TargetRanks
 from ..drafting.resolver import ResolvedDraft
-from ..planning.cost_model import LOOKAHEADS
 from ..planning.experience import CallKind
 from ..planning.planner import planner_for
 from ..stats import SSDDecoderOnlyOutput
@@ -28,10 +27,12 @@ from .api import bound_to
 from .checks import check_arguments, check_joining
 from .draft import FaultTolerantDraft
 from .loop import decode, target_cores, where_it_drafts
+from .request import Request
 from .request_maker import RequestMaker
-from .running_rows import Cancelled, Request, RunningRows
+from .running_rows import Cancelled, RunningRows
 from .target import Target
 from .tokenizers import translation_for
+from .trees import config_for_trees, widest
 
 LOOK = 0.5  # seconds between two looks whether the thread that decodes is alive
 END_TIMEOUT = 60.0  # seconds for that thread to reach its next round
@@ -96,21 +97,21 @@ class ContinuousBatching:
         config = SSDConfig.from_dict(ssd_config) if isinstance(ssd_config, dict) else ssd_config or SSDConfig()
         self.resolved = check_arguments(model, assistant_model, config, synced_gpus=None)
         check_joining(model)
-        config = dataclasses.replace(config, verification=COUPLED, cuda_graphs=False, tree_nodes="auto")
+        config = dataclasses.replace(config, verification=COUPLED, cuda_graphs=False)
         if config.lookahead == 0:
             self.resolved = ResolvedDraft()
         if not self.resolved.takes_worker:
             config = dataclasses.replace(config, asynchronous=False)
+        self.worker, self.draft_model = where_it_drafts(self.resolved, config.asynchronous)
+        config = config_for_trees(config, model, False, self.worker)
         self.config, self.max_rows = config, max_rows
         # A head needs the hidden states of all tokens, which nobody keeps.
         self.keep_prefixes = 0 if self.resolved.reads else AUTO if keep_prefixes == "auto" else keep_prefixes
         self.kept_of_draft = KeptPrefixes()  # if it is in this process
-        longest = max(LOOKAHEADS) if config.lookahead == "auto" else config.lookahead
-        check_supported(model, rows=max_rows, lookahead=longest)
+        check_supported(model, rows=max_rows, lookahead=widest(config))
         self.translation = translation_for(model, self.resolved, tokenizer, assistant_tokenizer)
         self.maker = RequestMaker(model, config, self.resolved)
         self.device = devices.of_model(model)
-        self.worker, self.draft_model = where_it_drafts(self.resolved, config.asynchronous)
         self.rows = RunningRows(max_rows, prefill_chunk, self.device, self._planner)
         self.requests: dict[str, tuple[Request, queue.SimpleQueue]] = {}
         self.numbers, self.is_closing = itertools.count(), False

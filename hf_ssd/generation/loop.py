@@ -16,7 +16,6 @@ import time
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
-from transformers.utils import logging
 
 from .. import devices
 from ..cache.cache_name import CACHE
@@ -32,9 +31,7 @@ from ..distributed.target_ranks import TargetRanks
 from ..drafting.drafts import seed_of_call
 from ..drafting.resolver import ResolvedDraft
 from ..drafting.vocabulary import Translation
-from ..planning.cost_model import LOOKAHEADS
 from ..planning.experience import CallKind
-from ..planning.fixed_plan import nodes_of
 from ..planning.planner import asks_for_half, planner_for
 from ..rounds import RoundRecord
 from ..stats import SSDDecoderOnlyOutput
@@ -45,9 +42,7 @@ from .proposers.forced import forced_by
 from .sequences import Sequences, prompts_without_padding
 from .settings import Settings
 from .target import Target
-from .trees import verify_tree, why_a_chain
-
-logger = logging.get_logger(__name__)
+from .trees import config_for_trees, verify_tree, widest
 
 
 def speculative_speculative_decoding(
@@ -73,19 +68,14 @@ def speculative_speculative_decoding(
     if ssd_config.lookahead == 0:
         resolved = ResolvedDraft()  # nobody is asked
     check_generation(model, input_ids, settings, model_kwargs, resolved.model)
-    longest = max(LOOKAHEADS) if ssd_config.lookahead == "auto" else ssd_config.lookahead
-    widest = max(longest, nodes_of(ssd_config)) if nodes_of(ssd_config) else longest
-    check_supported(model, rows=len(input_ids), lookahead=widest)
+    check_supported(model, rows=len(input_ids), lookahead=widest(ssd_config))
     if not resolved.takes_worker:
         ssd_config = dataclasses.replace(ssd_config, asynchronous=False)
         settings = dataclasses.replace(settings, config=ssd_config)
     worker, draft_model = where_it_drafts(resolved, ssd_config.asynchronous)
     ranks = worker.ranks if worker is not None else TargetRanks()
-    reason = why_a_chain(model, settings, 1 if worker is None else len(worker.workers), ranks.size)
-    if nodes_of(ssd_config) and reason is not None:
-        logger.warning_once(f"`tree_nodes` is left out, and chains are verified: {reason}.")
-        ssd_config = dataclasses.replace(ssd_config, tree_nodes="auto")
-        settings = dataclasses.replace(settings, config=ssd_config)
+    ssd_config = config_for_trees(ssd_config, model, settings.uses_q, worker)
+    settings = dataclasses.replace(settings, config=ssd_config)
     of_the_draft = copy.copy(generation_config)
     of_the_draft.max_length = settings.max_length
     prompts = prompts_without_padding(input_ids, model_kwargs.get("attention_mask"))
@@ -204,8 +194,8 @@ def decode(target: Target, rows, draft: FaultTolerantDraft, logits: torch.Tensor
 
         # 6. Verify: one forward pass over the last token and the drafted tokens of each row.
         before = decoder.preparations
-        if speculation.siblings is None or rows.sequences.room == 1:  # which takes no drafted token
-            following = rows.propose(speculation.tokens)
+        following = rows.propose(speculation.tokens)
+        if speculation.siblings is None or following.shape[1] == 1:  # no drafted token is needed any more
             logits = target.verify(following)
         else:
             following, logits = verify_tree(target, rows, speculation)

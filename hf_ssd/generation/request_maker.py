@@ -12,7 +12,7 @@ from ..drafting.resolver import ResolvedDraft
 from .api import SSDGenerationMixin, move_stop_strings
 from .call_rows import CallRows
 from .checks import check_generation, check_row
-from .running_rows import Request
+from .request import Request
 from .sequences import Sequences, prompts_without_padding
 from .settings import Settings
 

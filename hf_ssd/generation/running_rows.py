@@ -1,87 +1,24 @@
 """The rows of a running batch: requests with settings of their own, which join between two rounds, and leave."""
 
 import contextlib
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import torch
-from transformers import GenerationConfig
 
 from .. import devices
-from ..cache.joining import JoiningRow
 from ..cache.kept_prefixes import KeptPrefixes
 from ..devices import from_host
 from ..rounds import Outcome, of_row
 from ..stats import SSDStats
-from .call_rows import CallRows
 from .draft import FaultTolerantDraft
 from .proposers.forced import forced_by
+from .request import Request
 from .target import Target
 from .verification import verify_greedy
 
 SPARE = 4  # times the memory of the new columns: old and new storage exist at once, of both models
-
-
-class Request:
-    """
-    A row that is to join a running batch: its prompt without padding, the settings and seed that its draft gets, and a
-    function that makes its [`CallRows`] of one row once its place is known. `on_change` is called in the thread that
-    decodes, after each round that gave it tokens and when it has ended.
-    """
-
-    def __init__(
-        self,
-        prompt: list[int],
-        padding: int,
-        options: GenerationConfig,
-        seed: int,
-        rows: Callable[[Callable], CallRows],
-        on_change: Callable[["Request"], None] = lambda request: None,
-    ):
-        self.prompt, self.padding, self.options, self.seed, self.on_change = prompt, padding, options, seed, on_change
-        self.rows = rows(self._verify_alone)
-        self.target: Target | None = None  # once it has a place
-        self.row = -1
-        self.read = 0  # tokens of the prompt that the target has read
-        self.known = 0  # of these, whose columns are copies
-        self.reader: JoiningRow | None = None
-        self.output: torch.LongTensor | None = None
-        self.error: BaseException | None = None
-        self.is_cancelled = False  # set in any thread
-        self.has_ended = threading.Event()
-
-    @property
-    def length(self) -> int:
-        """Tokens of the row, padding included."""
-        return self.rows.sequences.lengths[0]
-
-    @property
-    def text(self) -> list[int]:
-        """The tokens of the row, without padding. Columns of all but the last are in the target's cache."""
-        sequences = self.rows.sequences
-        return self.prompt + sequences.ids[0, sequences.prompt_length : self.length].tolist()
-
-    def end(self, error: BaseException | None = None) -> None:
-        """Ends the request with its output, or with an error."""
-        if self.has_ended.is_set():
-            return
-        try:
-            if error is None:
-                self.output = self.rows.finish()
-            self.error = error
-        except Exception as raised:  # by the streamer
-            self.error = raised
-        # Nothing of it waits until Python collects cycles, least of all the target's cache.
-        self.target = self.reader = self.rows.verify_alone = None
-        self.has_ended.set()
-        with contextlib.suppress(Exception):
-            self.on_change(self)
-
-    def _verify_alone(self, rows: list[int], place: int, lengths: list[int]) -> torch.Tensor:
-        of_all = list(self.target.rows.lengths)
-        of_all[self.row] = lengths[0]
-        return self.target.verify_alone([self.row], place, of_all)[self.row : self.row + 1]
 
 
 class RunningRows:
@@ -179,6 +116,14 @@ class RunningRows:
             if row in self.live:
                 with self._blaming(row) as request:
                     request.rows.keep(Outcome([outcome.tokens[row]]))
+
+    def choices(self, logits: torch.Tensor, depths: np.ndarray) -> list[list[int]]:
+        """See [`Decider.choices`]. Rows without a request choose nothing."""
+        none = [[0] * logits.shape[1]]
+        parts = [slice(row, row + 1) for row in range(self.count)]
+        live = [self.live.get(row) for row in range(self.count)]
+        of_rows = [one.rows.choices(logits[part], depths[part]) if one else none for one, part in zip(live, parts)]
+        return [chosen for (chosen,) in of_rows]
 
     def propose(self, tokens: list[list[int]]) -> torch.LongTensor:
         self.following = {row: request.rows.propose([tokens[row]]) for row, request in self.live.items()}

@@ -40,12 +40,6 @@ class Sequences:
             for token in criteria.eos_token_id.flatten().tolist()
         }
 
-    @property
-    def room(self) -> int | None:
-        """The most tokens that a row may still gain, `None` without a limit."""
-        live = [n for n, stop in zip(self.lengths, self.stops) if stop is None or not self.has_eos]
-        return None if self.max_length is None else self.max_length - min(live)
-
     def propose(self, tokens: list[list[int]]) -> torch.LongTensor:
         """
         Writes the drafted tokens after each row, as many as may still be needed, without making them part of the row.
@@ -53,8 +47,9 @@ class Sequences:
         where -1 stands for none.
         """
         if self.max_length is not None:
-            most = self.room - 1
-            tokens = [of_row[:most] for of_row in tokens]
+            live = [n for n, stop in zip(self.lengths, self.stops) if stop is None or not self.has_eos]
+            room = self.max_length - min(live)
+            tokens = [of_row[: room - 1] for of_row in tokens]
         self.proposed, count = tokens, len(tokens[0])
         if max(self.lengths) + count >= self.ids.shape[1]:  # room for the bonus token as well
             room = self.ids.new_full((self.batch_size, max(count + 1, self.ids.shape[1] // 2)), self.pad_token)

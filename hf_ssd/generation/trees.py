@@ -6,14 +6,21 @@ So a path through the tree may be found in any way, here by the target's likely 
 chain. Everything behind the verification sees a chain.
 """
 
+import dataclasses
+
 import numpy as np
 import torch
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from ..cache.support import attention_layout, is_flash_attention
+from ..config import SSDConfig
 from ..devices import from_host
+from ..planning.cost_model import LOOKAHEADS
+from ..planning.fixed_plan import nodes_of
 from ..rounds import Speculation
-from .settings import Settings
+
+logger = logging.get_logger(__name__)
 
 NO_TOKEN = -1  # on a path that is shorter than others
 
@@ -81,13 +88,30 @@ def verify_tree(target, rows, speculation: Speculation) -> tuple[torch.LongTenso
     return following, logits[torch.arange(len(index), device=index.device)[:, None], index]
 
 
-def why_a_chain(model: PreTrainedModel, settings: Settings, workers: int, ranks: int) -> str | None:
-    """Returns why token trees cannot be verified in a call; `None` if they can."""
-    layout = attention_layout(model)
-    if settings.uses_q:
+def widest(config: SSDConfig) -> int:
+    """Returns the most drafted tokens of a row that a pass verifies."""
+    longest = max(LOOKAHEADS) if config.lookahead == "auto" else config.lookahead
+    return max(longest, nodes_of(config)) if nodes_of(config) else longest
+
+
+def config_for_trees(config: SSDConfig, model: PreTrainedModel, uses_q: bool, worker) -> SSDConfig:
+    """
+    Returns the settings for calls of a target, without trees where they cannot be verified, which is said once.
+    `uses_q` says that tokens are accepted by their distributions; `worker` is the [`DraftAssistant`], if there is one.
+    """
+    reason = _why_a_chain(model, uses_q, worker) if nodes_of(config) else None
+    if reason is None:
+        return config
+    logger.warning_once(f"`tree_nodes` is left out, and chains are verified: {reason}.")
+    return dataclasses.replace(config, tree_nodes="auto")
+
+
+def _why_a_chain(model: PreTrainedModel, uses_q: bool, worker) -> str | None:
+    layout, workers = attention_layout(model), 1 if worker is None else len(worker.workers)
+    if uses_q:
         return 'trees need `verification="coupled"`; under "rejection" a path that the target chooses would be a bias'
     if layout.recurrent or layout.indexed or is_flash_attention(model):
         return f"in {type(model).__name__} no mask can hide a token from the tokens after it"
     if workers > 1:
         return f"{workers} draft workers prepare shares of the outcomes of chains"
-    return "several ranks hold the target" if ranks > 1 else None
+    return "several ranks hold the target" if worker is not None and worker.ranks.size > 1 else None

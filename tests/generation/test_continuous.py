@@ -176,6 +176,17 @@ def test_greedy_tokens_are_those_of_a_call(family, mode):
     assert any(count for counts in accepted.values() for (count,) in counts)
 
 
+@pytest.mark.parametrize("mode", [IN_TURN, pytest.param(AHEAD, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["llama", "gemma"])
+def test_rows_that_join_verify_trees(family, mode):
+    target, draft, texts, _ = of_calls(family)
+    settings = {**MODES[mode], "tree_nodes": 8}
+    is_equal, records = equal_to_alone(target, draft, settings, lambda number, _: texts[number], greedy())
+    records = [record for of_one in records for record in of_one]
+    assert is_equal and {8} <= {record.nodes for record in records} <= {0, 8}
+    assert any(record.took_sibling(0) for record in records)
+
+
 def test_a_seed_gives_the_tokens_of_a_coupled_call(target, draft):
     """The draft proposes what it would alone: with the warpers and the noise of the request, whatever its place."""
     assert sampled(target, draft)[:2] == (True, True)

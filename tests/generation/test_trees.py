@@ -14,7 +14,7 @@ from hf_ssd.cache.ragged import RaggedCache
 from hf_ssd.distributed import wire
 from hf_ssd.drafting import siblings
 from hf_ssd.drafting.speculation_cache import SpeculationCache
-from hf_ssd.generation import deciding, loop
+from hf_ssd.generation import deciding, trees
 from hf_ssd.generation.trees import NO_TOKEN, Tree
 from hf_ssd.generation.verification import Chance, verify_coupled
 from hf_ssd.noise import Noise
@@ -270,7 +270,7 @@ def test_a_place_without_a_node_is_never_accepted():
 
 def test_chains_are_verified_where_no_tree_can_be_and_the_sentence_says_why(target, draft, monkeypatch):
     said, inputs = [], {"input_ids": texts_of(0, 9)[None]}
-    monkeypatch.setattr(loop.logger, "warning_once", said.append)
+    monkeypatch.setattr(trees.logger, "warning_once", said.append)
     config = hf_ssd.SSDConfig(lookahead=3, budget=8, tree_nodes=9, asynchronous=False)
     options = {"max_new_tokens": 9, "assistant_model": draft, "ssd_config": config, "return_dict_in_generate": True}
     stats = target.generate(**inputs, **options, do_sample=True).ssd_stats
