@@ -207,8 +207,8 @@ class WorkerSession(DraftSession):
         round; older messages are dropped. Raises [`DraftError`] if there is no such message in time: the timeout for
         each of the calls that the worker serves, because it may be busy with the others.
         """
-        timeout = (self.timeout if timeout is None else timeout) * len(self.channel.inboxes)
-        deadline = time.monotonic() + timeout
+        calls = len(self.channel.inboxes)
+        deadline = time.monotonic() + calls * (self.timeout if timeout is None else timeout)
         self.is_reusable = False  # until the worker has answered
         try:
             while True:
@@ -225,7 +225,7 @@ class WorkerSession(DraftSession):
         except ProtocolError as error:
             raise DraftError(f"The draft worker sent something unexpected: {error}") from error
         except TimeoutError:
-            raise DraftError(f"The draft worker did not answer within {timeout:g} s.") from None
+            raise DraftError(f"The draft worker did not answer within {calls * self.timeout:g} s.") from None
         except PeerLost as error:
             tail = self.channel.process.stderr_tail()
             raise DraftError(f"The draft worker has ended. {tail}".strip()) from error
