@@ -127,7 +127,9 @@ def test_greedy_tokens_are_those_of_plain_generate(make, pair, setting, option, 
     """With the worker and, where the pair is what differs, in turn."""
     is_planned = setting in matrix.PLANNED
     is_usual = option in matrix.NOTHING and setting in matrix.LOOKAHEADS  # rates of acceptance are looked at
-    is_of_pairs = is_usual or (option in matrix.NOTHING and matrix.PAIRS[pair].draft is None)
+    is_of_pairs = is_usual or (
+        option in matrix.NOTHING and (matrix.PAIRS[pair].draft is None or setting in matrix.TREES)
+    )
     models = make(pair)
     more = {"max_new_tokens": 80} if is_planned else {"max_new_tokens": 40} if is_usual else {}
     more |= {"output_scores": True} if option in matrix.CALLBACKS else {}
@@ -159,7 +161,7 @@ def test_coupled_tokens_are_those_of_single_passes(make, pair, setting, option, 
     alone = models.once(option, rows, False, "single passes", **options)
     assert {*alone.ssd_stats.column("mode")} == {"plain"}
     # Cache shapes and fallbacks are nothing to a draft in turn.
-    is_in_turn = setting in matrix.LOOKAHEADS or setting in matrix.PLANNED or models.draft is None
+    is_in_turn = setting in {*matrix.LOOKAHEADS, *matrix.PLANNED, *matrix.TREES} or models.draft is None
     for asynchronous in [True] * (models.draft is not None) + [False] * is_in_turn:
         output = models.generate(option, rows, asynchronous, setting, **options)
         stats = output.ssd_stats
