@@ -3,6 +3,7 @@
 import threading
 import types
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 import hf_ssd
 from hf_ssd.generation import deciding, loop, verification
 from hf_ssd.generation.proposers import ngrams
+from hf_ssd.generation.trees import Tree
 from hf_ssd.noise import Noise
 from hf_ssd.rounds import AHEAD, Plan
 
@@ -171,13 +173,28 @@ def test_noise_of_rounds_is_noticed(target, draft, monkeypatch):
 @pytest.fixture
 def by_whim(monkeypatch):
     monkeypatch.setattr(ngrams, "LEAST_MATCHED", 2)  # so short texts have no longer matches
-    with preparing(Whims(nodes=(0, 7)).planned, lambda: False) as hits:
+    with preparing(Whims().planned, lambda: False) as hits:
         yield hits
 
 
 def test_sampled_strings_have_the_targets_distribution(small, by_whim):
     assert p_value(*small, calls=8, seed=6, **COUPLED) > 1e-3
     assert 0.1 < sum(by_whim) / len(by_whim) < 0.95
+
+
+OF_TREES = {"lookahead": 2, "tree_nodes": 6, "calls": 8, "seed": 6, **COUPLED}
+
+
+def test_strings_of_trees_have_it_too(small, monkeypatch):
+    verified, verify = [], loop.verify_tree
+    monkeypatch.setattr(loop, "verify_tree", lambda *arguments: verified.append(1) or verify(*arguments))
+    assert p_value(*small, **OF_TREES) > 1e-3 and len(verified) >= OF_TREES["calls"]
+
+
+def test_nodes_that_see_their_siblings_change_the_distribution(small, monkeypatch):
+    ancestors = Tree.ancestors
+    monkeypatch.setattr(Tree, "ancestors", lambda tree: np.tril(np.ones_like(ancestors(tree))))
+    assert power(*small, at_least=1.0, **OF_TREES) > 0.99
 
 
 def test_strings_that_are_decided_token_by_token_have_it_too(small):

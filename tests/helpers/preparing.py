@@ -28,14 +28,13 @@ def prepare_until(speculator, plan, outcome_arrived):
 class Whims:
     """Plans by chance, as if by the clock: how far and widely to draft, from where, and when an outcome arrives."""
 
-    def __init__(self, nodes: tuple[int, ...] = ()):
-        self.random, self.nodes = random.Random(4), nodes
+    def __init__(self):
+        self.random = random.Random(4)
 
     def planned(self, *_):
         fallback, lookahead = self.random.choice(["primary", "ngram", "random"]), self.random.randrange(5)
         after_miss, budget = self.random.randint(0, lookahead), self.random.randrange(9)
-        nodes = self.random.choice(self.nodes) if self.nodes else 0
-        return Plan(AHEAD, lookahead, after_miss, budget, fallback, self.random.choice([0, 7]), nodes)
+        return Plan(AHEAD, lookahead, after_miss, budget, fallback, early=self.random.choice([0, 7]))
 
     def outcome_arrived(self):
         return self.random.random() < 0.2
