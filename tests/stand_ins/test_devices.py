@@ -14,7 +14,7 @@ ENDS = {"eos_token_id": [5, 6, 7, 8, 9, 10]}  # at different lengths
 CALLS = {
     "n-grams and some windows": {"family": "gemma", "fallback": "ngram"},
     "windows": {"family": "mistral"},
-    "random": {"fallback": "random", "repetition_penalty": 1.2, "min_new_tokens": 12},
+    "random": {"fallback": "random", "repetition_penalty": 1.2, "min_new_tokens": 8},
     "in turn": {"asynchronous": False, "no_repeat_ngram_size": 2},
     "a constraint": {"prefix_allowed_tokens_fn": lambda row, ids: list(range(row, VOCAB, 2))},
     "ends": ENDS,
@@ -27,19 +27,20 @@ OURS = ("family", "fallback", "asynchronous")
 @pytest.mark.parametrize("name", CALLS)
 def test_whole_calls_are_on_one_device(name, rows, monkeypatch):
     options = CALLS[name]
-    output, _ = generate(monkeypatch, rows, **{"do_sample": False, "max_new_tokens": 24, **options})
+    output, _ = generate(monkeypatch, rows, **{"do_sample": False, "max_new_tokens": 16, **options})
     assert output.ssd_stats.draft_failure is None and max(map(max, output.ssd_stats.column("accepted"))) > 0
     if name != "sampled":
         inputs = padded_batch(rows) if rows > 1 else {"input_ids": padded_batch(1)["input_ids"]}
         theirs = {option: value for option, value in options.items() if option not in OURS}
         target = tiny_model(options.get("family", "llama"))
-        plain = target.generate(**inputs, do_sample=False, max_new_tokens=24, **theirs)
+        plain = target.generate(**inputs, do_sample=False, max_new_tokens=16, **theirs)
         assert torch.equal(output.sequences.cpu(), plain)
 
 
 def check_that_rows_end_without_a_wait(monkeypatch):
-    plain = tiny_model().generate(**padded_batch(4), do_sample=False, max_new_tokens=40)
-    output, gpu = generate(monkeypatch, 4, False, eos_token_id=int(plain[0, 12]))  # so that others take its place
+    plain = tiny_model().generate(**padded_batch(4), do_sample=False, max_new_tokens=24)
+    end = int(plain[0, 12])  # of a row whose place others take
+    output, gpu = generate(monkeypatch, 4, False, eos_token_id=end, max_new_tokens=24)
     assert -1 in output.ssd_stats.column("accepted")[-1]
     assert output.ssd_stats.draft_failure is None
     assert not {phase: n for phase, n in most(gpu.visits).items() if n > BUDGET[phase][0]}, "a phase waits"

@@ -47,30 +47,9 @@ def most(visits) -> dict[str, int]:
     return counts
 
 
-def check_budget(monkeypatch, rows: int, do_sample: bool):
-    output, gpu = generate(monkeypatch, rows, do_sample)
-    stats, counts = output.ssd_stats, most(gpu.visits)
-    assert stats.draft_failure is None and stats.hit_rate > 0 and len(stats.column("accepted")) > 10
-    allowed = {phase: numbers[do_sample] for phase, numbers in BUDGET.items() if do_sample or phase[-1] != "q"}
-    assert counts.keys() == allowed.keys()
-    assert not {phase: n for phase, n in counts.items() if n > allowed[phase]}, "a phase waits more often than it did"
-    assert counts == allowed, "a phase waits less often: lower its number in the table"
-    return output
-
-
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("do_sample", [False, True])
-def test_no_phase_of_a_round_waits_more_often(rows, do_sample, monkeypatch):
-    output = check_budget(monkeypatch, rows, do_sample)
-    if not do_sample:  # what the stand-in computes is right
-        inputs = padded_batch(rows) if rows > 1 else {"input_ids": padded_batch(1)["input_ids"]}
-        expected = tiny_model().generate(**inputs, do_sample=False, max_new_tokens=40)
-        assert torch.equal(output.sequences.cpu(), expected)
-
-
-def work_until_a_hit_has_left(monkeypatch, do_sample: bool) -> list[int]:
-    """What the draft asks its device to do between an outcome that hits and the tokens that answer it."""
-    gpu, answer, send, came, counts = StandInGPU(), DraftServer._answer, PackingChannel.send, [0], []
+def work_until_answers_leave(monkeypatch, gpu) -> list[int]:
+    """Collects what the draft asks its device to do between each outcome and the tokens that answer it."""
+    answer, send, came, counts = DraftServer._answer, PackingChannel.send, [0], []
 
     def answers(server, call, message):
         came[0] = gpu.operations
@@ -83,26 +62,41 @@ def work_until_a_hit_has_left(monkeypatch, do_sample: bool) -> list[int]:
 
     monkeypatch.setattr(DraftServer, "_answer", answers)
     monkeypatch.setattr(PackingChannel, "send", sends)
-    output, _ = generate(monkeypatch, 1, do_sample, gpu=gpu)
-    records = output.ssd_stats.records
-    assert len(counts) == len(records)
-    assert min(count for count, record in zip(counts, records) if not record.hits[0]) > 50  # work is noticed
-    hits = [count for count, record in zip(counts, records) if record.hits[0]]
-    assert len(hits) > 3
-    return hits
+    return counts
 
 
-@pytest.mark.parametrize("do_sample", [False, True])
-def test_a_hit_leaves_before_the_draft_asks_its_device_for_anything(do_sample, monkeypatch):
-    """Tokens are on the host. What they were drawn from, and the draft's own bookkeeping, come after them."""
-    assert max(work_until_a_hit_has_left(monkeypatch, do_sample)) == 0
+def check_budget(monkeypatch, rows: int, do_sample: bool, tokens: int = 40):
+    """
+    A hit leaves before the draft asks its device for anything: tokens are on the host, and what they were drawn from,
+    and the draft's own bookkeeping, come after them.
+    """
+    gpu = StandInGPU()
+    work = work_until_answers_leave(monkeypatch, gpu)
+    output, _ = generate(monkeypatch, rows, do_sample, gpu=gpu, max_new_tokens=tokens)
+    stats, counts = output.ssd_stats, most(gpu.visits)
+    assert stats.draft_failure is None and stats.hit_rate > 0 and len(stats.column("accepted")) > tokens // 5
+    allowed = {phase: numbers[do_sample] for phase, numbers in BUDGET.items() if do_sample or phase[-1] != "q"}
+    assert counts.keys() == allowed.keys()
+    assert not {phase: n for phase, n in counts.items() if n > allowed[phase]}, "a phase waits more often than it did"
+    assert counts == allowed, "a phase waits less often: lower its number in the table"
+    work_of = {True: [], False: []}
+    for record, operations in zip(stats.records, work, strict=True):
+        work_of[record.is_hit].append(operations)
+    assert min(work_of[False]) > 50 and (rows > 1 or work_of[True])  # work is noticed
+    assert max(work_of[True], default=0) == 0, "a hit is kept waiting"
+    return output
 
 
-def test_a_draft_that_takes_in_the_outcome_first_is_noticed(monkeypatch):
-    """The mutant."""
-    look_up = Speculator.look_up
-    monkeypatch.setattr(Speculator, "look_up", lambda self, *a: (look_up(self, *a), self.catch_up())[0])
-    assert max(work_until_a_hit_has_left(monkeypatch, False)) > 5
+SLOWLY = [pytest.param(1, False, marks=pytest.mark.slow), pytest.param(4, True, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("rows, do_sample", [(4, False), (1, True), *SLOWLY])
+def test_no_phase_of_a_round_waits_more_often(rows, do_sample, monkeypatch):
+    output = check_budget(monkeypatch, rows, do_sample)
+    if not do_sample:  # what the stand-in computes is right
+        inputs = padded_batch(rows) if rows > 1 else {"input_ids": padded_batch(1)["input_ids"]}
+        expected = tiny_model().generate(**inputs, do_sample=False, max_new_tokens=40)
+        assert torch.equal(output.sequences.cpu(), expected)
 
 
 def with_item(original):
@@ -114,16 +108,25 @@ def with_item(original):
     return mutant
 
 
-@pytest.mark.parametrize("owner, name", [(Sequences, "propose"), (Branches, "grow")])
-def test_an_item_in_the_loop_is_noticed(owner, name, monkeypatch):
-    """The mutant, on both sides."""
-    monkeypatch.setattr(owner, name, with_item(getattr(owner, name)))
-    with pytest.raises(AssertionError, match="waits more often"):
-        check_budget(monkeypatch, 1, False)
+def of_ordinary_memory(from_host):
+    return lambda values, device: torch.tensor(values, device=device)
 
 
-def test_numbers_that_are_copied_from_ordinary_memory_are_noticed(monkeypatch):
-    """The mutant: `torch.tensor(values, device=...)`."""
-    monkeypatch.setattr(cached_model, "from_host", lambda values, device: torch.tensor(values, device=device))
-    with pytest.raises(AssertionError, match="waits more often"):
-        check_budget(monkeypatch, 4, False)
+def taken_in_first(look_up):
+    return lambda self, *arguments: (look_up(self, *arguments), self.catch_up())[0]
+
+
+@pytest.mark.parametrize(
+    "rows, owner, name, mutant, words",
+    [
+        (1, Sequences, "propose", with_item, "waits more often"),
+        (1, Branches, "grow", with_item, "waits more often"),
+        (4, cached_model, "from_host", of_ordinary_memory, "waits more often"),
+        (1, Speculator, "look_up", taken_in_first, "kept waiting"),
+    ],
+    ids=["an item of the target", "an item of the draft", "numbers of ordinary memory", "an outcome that is taken in"],
+)
+def test_mistakes_are_noticed(rows, owner, name, mutant, words, monkeypatch):
+    monkeypatch.setattr(owner, name, mutant(getattr(owner, name)))
+    with pytest.raises(AssertionError, match=words):
+        check_budget(monkeypatch, rows, False, tokens=24)
