@@ -14,8 +14,11 @@ import hf_ssd
 from hf_ssd.cache import trial
 from hf_ssd.cache.cached_model import CachedModel
 from hf_ssd.cache.trial import check_supported
+from hf_ssd.generation.target import Features
 
+from ..helpers import tiny
 from ..helpers.families import sharp_model, tiny_config
+from ..helpers.heads import expected_features, tiny_head
 from ..helpers.tiny import VOCAB, padded_batch, tiny_draft, tiny_model
 
 OPTIONS = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -33,13 +36,8 @@ def settings_of(draft):
 
 
 def speculated(target, draft, rows=2, generate=None, least=1.2, **options):
-    """Returns the output of a call that speculates, and checks that its tokens are those of plain generation."""
-    options, inputs = {**OPTIONS, **options}, padded_batch(rows)
-    plain = target.generate(**inputs, **options)
-    output = (generate or target.generate)(**inputs, **options, **settings_of(draft), return_dict_in_generate=True)
-    assert torch.equal(output.sequences, plain)
-    assert output.ssd_stats.draft_failure is None and output.ssd_stats.tokens_per_round > least
-    return output
+    options, settings = {**OPTIONS, **options}, {"lookahead": 4}
+    return tiny.speculated(target, draft, padded_batch(rows), settings, generate, least, **options)
 
 
 def refusal(generate, draft, **inputs):
@@ -107,6 +105,46 @@ def test_a_hook_that_only_reads_speculates_and_is_tried_once(target, draft, monk
         for _ in range(2):
             speculated(target, draft, rows=3, **ENDS)
     assert len(read) > 20 and tried.count(target) == 1
+
+
+def by_wraps(model):
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def doubled(*arguments, **options):
+        outputs = forward(*arguments, **options)
+        outputs.logits = outputs.logits * 2
+        return outputs
+
+    model.forward = doubled
+
+
+def by_partial(model):
+    layer = model.model.layers[1]
+    forward = type(layer).forward
+    layer.forward = functools.partial(lambda module, *a, **k: forward(module, *a, **k) * 0.5, layer)
+
+
+def with_a_list_of_layers(model):
+    model.model.order = [model.model.layers[1], model.model.layers[0]]
+    inner = model.model.layers[2].mlp
+    forward = inner.forward
+    inner.forward = lambda states: forward(states) + model.model.order[0].mlp(states)
+
+
+@pytest.mark.parametrize("change", [by_wraps, by_partial, with_a_list_of_layers])
+def test_a_model_that_was_changed_after_its_first_call_is_seen_as_it_is(change, target, draft):
+    """And a head reads the states of its layers."""
+    speculated(target, draft)
+    change(target)
+    head, seen, add = tiny_head(target, layers=[2, 3]), [], Features.add
+    plain = target.generate(**padded_batch(1), **OPTIONS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Features, "add", lambda self, states, k: seen.append(self) or add(self, states, k))
+        speculated(target, head, rows=1, least=0.9)
+    length = seen[-1].lengths[0]
+    expected = expected_features(target, plain[0], [2, 3])[:length]
+    torch.testing.assert_close(seen[-1].values[0, :length], expected, atol=1e-4, rtol=1e-4)
 
 
 def test_a_global_hook_is_refused_by_its_name(target, draft):
@@ -201,10 +239,9 @@ def generate_of(model, is_enabled):
     return hf_ssd.enable(model).generate if is_enabled else functools.partial(hf_ssd.generate, model)
 
 
-@pytest.mark.parametrize("is_enabled", [True, False])
-def test_lora_speculates_with_the_adapter_that_is_active(is_enabled, draft):
+def test_lora_speculates_with_the_adapter_that_is_active(draft):
     model, seen = lora(lora(), "other", seed=1), []
-    generate = generate_of(model, is_enabled)
+    generate = generate_of(model, is_enabled=True)
     for name in ("default", "other"):
         model.set_adapter(name)
         seen.append(speculated(model, draft, 2, generate, 1.0).sequences)
@@ -227,12 +264,10 @@ def test_an_activated_lora_is_refused_by_its_name(is_enabled, draft):
     assert "adapter 'judge' is an activated LoRA " in said and "disable the adapter" in said
 
 
-@pytest.mark.parametrize("is_enabled", [True, False])
-def test_rows_with_adapters_of_their_own_speculate(is_enabled, draft):
+def test_rows_with_adapters_of_their_own_speculate(draft):
     model, names = lora(lora(), "other", seed=1), {"adapter_names": ["default", "other", "__base__"]}
-    generate = generate_of(model, is_enabled)
-    if not is_enabled:
-        generate(**padded_batch(3), **{**OPTIONS, **ENDS}, **settings_of(draft))
+    generate = generate_of(model, is_enabled=False)
+    generate(**padded_batch(3), **{**OPTIONS, **ENDS}, **settings_of(draft))
     found = speculated(model, draft, 3, generate, 1.05, **ENDS, **names).sequences
     assert not torch.equal(found, model.generate(**padded_batch(3), **{**OPTIONS, **ENDS}))
     lengths = (found != 0).sum(-1)
