@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import itertools
 import operator
 import os
 import subprocess
@@ -23,7 +22,7 @@ from hf_ssd.cache.packed import packed_forwards
 from hf_ssd.cache.ragged import RaggedCache
 
 from ..helpers.heads import tiny_head
-from ..helpers.packing import DTYPES, PACKS
+from ..helpers.packing import DTYPES, PACKS, times
 from ..helpers.tiny import VOCAB, padded_batch, speculated, tiny_draft, tiny_model
 
 EXACT = {"atol": 1e-4, "rtol": 1e-4}
@@ -230,19 +229,6 @@ def test_the_layer_in_an_adapter_and_a_head_that_shares_the_embedding_are_packed
 
 
 # ---------------------------------------------------------------- what "auto" chooses
-
-
-def times(monkeypatch, ours: list[float]):
-    """Timings of packed products, beside 1.0 for each of torch's own."""
-    monkeypatch.setattr(packed_linear, "_verdicts", {})
-    monkeypatch.setattr(packed, "LEAST", 0)
-    seconds, timed = itertools.cycle(ours), packed_linear._timed
-
-    def told(call, *arguments):
-        _, result = timed(call, *arguments)
-        return 1.0 if call is packed_linear.linear else next(seconds), result
-
-    monkeypatch.setattr(packed_linear, "_timed", told)
 
 
 def test_auto_packs_where_it_is_faster(monkeypatch):

@@ -1,6 +1,5 @@
 """Packed experts: the results of transformers' own functions to rounding, anew after changes, and whole calls."""
 
-import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +20,7 @@ from hf_ssd.cache.packed_experts import PackedExperts
 from hf_ssd.cache.ragged import RaggedCache
 
 from ..helpers.families import EXPERTS, sharp_model, tiny_config
-from ..helpers.packing import DTYPES
+from ..helpers.packing import DTYPES, times
 from ..helpers.tiny import padded_batch, speculated
 
 WIDTH, INNER = 40, 24
@@ -193,19 +192,6 @@ def test_experts_that_are_not_packed_anew_are_noticed(change, monkeypatch):
 
 
 # ---------------------------------------------------------------- what "auto" chooses
-
-
-def times(monkeypatch, ours):
-    """Timings of packed products, beside 1.0 for each of torch's own."""
-    seconds, timed = itertools.cycle(ours), packed_linear._timed
-
-    def told(call, *arguments):
-        _, result = timed(call, *arguments)
-        return 1.0 if call is packed_linear.linear else next(seconds), result
-
-    monkeypatch.setattr(packed_linear, "_verdicts", {})
-    monkeypatch.setattr(packed_linear, "_timed", told)
-    monkeypatch.setattr(packed, "LEAST", 0)
 
 
 def test_auto_packs_experts_where_it_is_faster_for_one_of_their_weights(monkeypatch):

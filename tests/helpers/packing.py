@@ -1,11 +1,13 @@
 """With `HF_SSD_PACK_WEIGHTS=1` in the environment, whole suites run with all weights packed, programs of tests too."""
 
+import itertools
 import os
 
 import pytest
 import torch
 
 from hf_ssd import SSDConfig
+from hf_ssd.cache import packed, packed_linear
 
 PACKS = os.environ.get("HF_SSD_PACK_WEIGHTS") == "1"
 HAS_BFLOAT16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # emulated otherwise, one product like another
@@ -20,3 +22,16 @@ def packing(self, check=SSDConfig.__post_init__):
 
 if PACKS:
     SSDConfig.__post_init__ = packing
+
+
+def times(monkeypatch, ours: list[float]) -> None:
+    """Timings of packed products, beside 1.0 for each of torch's own."""
+    monkeypatch.setattr(packed_linear, "_verdicts", {})
+    monkeypatch.setattr(packed, "LEAST", 0)
+    seconds, timed = itertools.cycle(ours), packed_linear._timed
+
+    def told(call, *arguments):
+        _, result = timed(call, *arguments)
+        return 1.0 if call is packed_linear.linear else next(seconds), result
+
+    monkeypatch.setattr(packed_linear, "_timed", told)
