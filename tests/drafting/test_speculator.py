@@ -1,4 +1,4 @@
-"""What a speculator answers must not depend on what it had prepared."""
+"""What a speculator asks of its draft, and what it answers beside rows that others propose for."""
 
 import dataclasses
 import math
@@ -8,33 +8,26 @@ import torch
 from transformers import GenerationConfig
 
 from hf_ssd import SSDConfig
-from hf_ssd.drafting import sampling
 from hf_ssd.drafting.autoregressive_drafter import AutoregressiveDrafter
 from hf_ssd.drafting.cache_shapes import shape_for
 from hf_ssd.drafting.drafters import drafter_for
 from hf_ssd.drafting.speculator import Speculator, answer_width
-from hf_ssd.drafting.verified_prefix import VerifiedPrefix
 from hf_ssd.generation.proposers.random_tokens import RandomFallback
 from hf_ssd.rounds import AHEAD, FINISHED, IN_TURN, NOTHING, PREPARED, PRIMARY, RANDOM, Outcome, Plan
 
 from ..helpers.preparing import prepare_until
 from ..helpers.tiny import VOCAB, tiny_model
 
-OPTIONS = {
-    "greedy": {},
-    "penalty": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
-    "sampled": {"do_sample": True, "temperature": 0.8, "top_k": 30},
-    "sampled with penalty": {"do_sample": True, "top_k": 0, "repetition_penalty": 1.2},
-}
+OPTIONS = {"greedy": {}, "sampled": {"do_sample": True, "temperature": 0.8, "top_k": 30}}
 PROMPTS = [list(range(2, 5 + 3 * row)) for row in range(3)]
 IN_TIME, PREPARES = Plan(IN_TURN, 4, 4), Plan(AHEAD, 4, 4, budget=12)
 
 
-def new_speculator(options="greedy", prompts=PROMPTS, family="llama", pard_token=None, **settings):
+def new_speculator(options="greedy", prompts=PROMPTS, **settings):
     config = SSDConfig(**{"lookahead": 4, "budget": 12, **settings})
     generation = GenerationConfig(max_length=200, eos_token_id=1, pad_token_id=0, **OPTIONS[options])
-    rows, model = [torch.tensor(prompt) for prompt in prompts], tiny_model(family, seed=4, pard_token=pard_token)
-    drafter = drafter_for(model, config, generation, rows, seed=5, prompt_length=max(map(len, PROMPTS)))
+    rows = [torch.tensor(prompt) for prompt in prompts]
+    drafter = drafter_for(tiny_model(seed=4), config, generation, rows, seed=5, prompt_length=max(map(len, PROMPTS)))
     speculator = Speculator(drafter, config, shape_for(config), limit=200)
     speculator.begin()
     return speculator
@@ -64,72 +57,7 @@ def assert_same(first, second, rows=None):
         torch.testing.assert_close(first.probabilities[rows], second.probabilities[rows], atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("pard_token", [None, 96], ids=["autoregressive", "parallel"])
-@pytest.mark.parametrize("family", ["llama", "gemma"])
-@pytest.mark.parametrize("options", OPTIONS)
-@torch.inference_mode()
-def test_answers_are_the_same_prepared_or_just_in_time(options, family, pard_token):
-    """And the same as in a call that begins with all of the text, whatever was prepared, skipped or finished before."""
-    ahead, in_time = (new_speculator(options, family=family, pard_token=pard_token) for _ in range(2))
-    ahead.prepare(PREPARES)
-    generator, texts, hits = torch.Generator().manual_seed(6), [list(prompt) for prompt in PROMPTS], []
-    drafted = [[]] * 3
-
-    def drawn(first, last):
-        return torch.randint(first, last, (3,), generator=generator).tolist()
-
-    for turn in range(12):
-        accepted, bonus = drawn(0, len(drafted[0]) + 1), drawn(2, VOCAB)
-        if turn % 2 and turn < 10:  # an outcome that was prepared, in some rows
-            for row, place in enumerate(drawn(0, 12)):
-                if row != turn % 3:
-                    accepted[row] = ahead.prepared.accepted[row][place]
-                    bonus[row] = ahead.prepared.bonus[row][place]
-        rounds, told = [(drafted, accepted, bonus)], Outcome([[], [], []])
-        for _ in range(turn if turn % 4 == 2 else 0):  # the draft was not asked, and something else proposed tokens
-            proposed = torch.randint(2, VOCAB, (3, 2), generator=generator).tolist()
-            rounds.append((proposed, drawn(0, 3), drawn(2, VOCAB)))
-        for number, (_, accepted, _) in enumerate(rounds):
-            if turn > 10 or (turn == 10 and number > 4):
-                accepted[1] = FINISHED
-            new = Outcome.of(*rounds[number]).tokens
-            texts = [text + tokens for text, tokens in zip(texts, new)]
-            told.tokens = [before + tokens if tokens else [] for before, tokens in zip(told.tokens, new)]
-        used = [row for row, tokens in enumerate(new) if tokens]
-        first, second = ahead.answer(told, PREPARES), in_time.answer(told, IN_TIME)
-        assert_same(first, second, used)
-        assert not any(second.record.hits)
-        hits += [first.record.hits[row] for row in used]
-        if turn in (2, 5, 11):
-            fresh = new_speculator(options, [text[:-1] for text in texts], family, pard_token)
-            assert_same(first, fresh.answer(Outcome([text[-1:] for text in texts]), IN_TIME), used)
-        drafted = first.tokens
-        prepare_until(ahead, PREPARES, interrupted_after(turn % 7))
-    assert hits.count(True) >= 6 and hits.count(False) >= 6
-
-
-def test_noise_that_depends_on_the_branch_is_noticed(monkeypatch):
-    """The mutant: draft randomness by how often one drew, not by where."""
-
-    def gather(self, rows, starts, depth):
-        self.calls = getattr(self, "calls", 0) + 1
-        noise = torch.empty(len(rows), len(starts[0]), self.noise.vocab_size)
-        return noise.exponential_(generator=torch.Generator().manual_seed(self.calls))
-
-    monkeypatch.setattr(sampling.SpeculationNoise, "gather", gather)
-    with pytest.raises(AssertionError):
-        test_answers_are_the_same_prepared_or_just_in_time("sampled", "llama", None)
-
-
-def test_tokens_of_later_rounds_that_are_forgotten_are_noticed(monkeypatch):
-    grow = VerifiedPrefix.grow
-    forgets = lambda self, tokens, kept: grow(self, [new[: k + 1] for new, k in zip(tokens, kept)], kept)  # noqa: E731
-    monkeypatch.setattr(VerifiedPrefix, "grow", forgets)
-    with pytest.raises(AssertionError):
-        test_answers_are_the_same_prepared_or_just_in_time("greedy", "llama", None)
-
-
-@pytest.mark.parametrize("steps", range(6))
+@pytest.mark.parametrize("steps", [0, 2, 5])
 @torch.inference_mode()
 def test_a_branch_that_is_half_grown_is_finished_alone(steps, monkeypatch):
     speculator, expected = (new_speculator("sampled", PROMPTS[:1], fan_out="uniform") for _ in range(2))
@@ -198,21 +126,6 @@ def test_a_finished_row_makes_no_one_draft(options, fallback, steps, monkeypatch
     answer = speculator.answer(Outcome([[unprepared], [], [unprepared]]), plan)
     assert not any(answer.record.hits) and answer.width == steps == len(passes)
     assert speculator.waits == (fallback == RANDOM)
-
-
-@torch.inference_mode()
-def test_a_row_answers_as_if_it_were_alone():
-    together, alone = new_speculator(), [new_speculator(prompts=[prompt]) for prompt in PROMPTS]
-    generator = torch.Generator().manual_seed(7)
-    for turn in range(6):
-        # The first outcome is a first token.
-        accepted = (torch.randint(0, 5, (3,), generator=generator) * (turn > 0)).tolist()
-        bonus = torch.randint(2, VOCAB, (3,), generator=generator).tolist()
-        tokens = together.answer(outcome(together, accepted, bonus), PREPARES).tokens
-        together.prepare(PREPARES)
-        for row, speculator in enumerate(alone):
-            told = outcome(speculator, [accepted[row]], [bonus[row]])
-            assert tokens[row] == speculator.answer(told, IN_TIME).tokens[0]
 
 
 @pytest.mark.parametrize(
