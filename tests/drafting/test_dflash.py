@@ -7,7 +7,7 @@ import torch
 from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator
 
 import hf_ssd
-from hf_ssd.drafting.block_drafter import BlockDrafter, BlockPrefix
+from hf_ssd.drafting.block_drafter import BlockPrefix
 
 from ..helpers.assistants import (
     agreement,
@@ -42,8 +42,8 @@ def drafted_by_transformers(target, draft, text: torch.LongTensor, count: int) -
     return tokens[0, len(text) :][:count].tolist()
 
 
-def agrees(pair, monkeypatch, reference=drafted_by_transformers, **options) -> list[bool]:
-    return agreement(pair, reference, monkeypatch, BlockDrafter, **{"lookahead": 4, **options})
+def agrees(pair, reference=drafted_by_transformers, **options) -> list[bool]:
+    return agreement(pair, reference, **{"lookahead": 4, **options})
 
 
 @pytest.mark.parametrize(
@@ -55,22 +55,22 @@ def agrees(pair, monkeypatch, reference=drafted_by_transformers, **options) -> l
         pytest.param({"lookahead": 2}, marks=slowly),  # the first tokens of a block
     ],
 )
-def test_the_draft_drafts_what_transformers_drafts(pair, options, monkeypatch):
-    assert all(agrees(pair, monkeypatch, **options))
+def test_the_draft_drafts_what_transformers_drafts(pair, options):
+    assert all(agrees(pair, **options))
 
 
 @slowly
-def test_more_tokens_than_the_block_has_are_drafted_with_a_larger_block(pair, monkeypatch):
+def test_more_tokens_than_the_block_has_are_drafted_with_a_larger_block(pair):
     longer = copy.deepcopy(pair[1])
     longer.config.block_size = 8
-    assert not all(agrees(pair, monkeypatch, lookahead=7))  # transformers has 4 tokens alone
-    assert all(agrees((pair[0], longer), monkeypatch, lookahead=7))
+    assert not all(agrees(pair, lookahead=7))  # transformers has 4 tokens alone
+    assert all(agrees((pair[0], longer), lookahead=7))
 
 
 @slowly
 def test_captured_passes_draft_the_same_tokens(pair, monkeypatch):
     tapes = use_tapes(monkeypatch)
-    assert all(agrees(pair, monkeypatch, cuda_graphs=True)) and sum(tape.replayed for tape in tapes.made) > 5
+    assert all(agrees(pair, cuda_graphs=True)) and sum(tape.replayed for tape in tapes.made) > 5
 
 
 def one_place_off(monkeypatch):
@@ -109,7 +109,7 @@ MUTANTS += [pytest.param(mutate, marks=slowly) for mutate in (causal_blocks, mas
 @pytest.mark.parametrize("mutate", MUTANTS)
 def test_mistakes_are_noticed(pair, mutate, monkeypatch):
     mutate(monkeypatch)
-    assert not all(agrees(pair, monkeypatch))
+    assert not all(agrees(pair))
 
 
 @slowly

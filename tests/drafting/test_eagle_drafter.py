@@ -1,12 +1,11 @@
 """EAGLE-3 heads: the formats they are published in, and what they propose, against passes without any cache."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from train_eagle3 import save_head
 
 import hf_ssd
 from hf_ssd import SSDConfig
@@ -16,10 +15,6 @@ from hf_ssd.drafting.heads.loading import head_for
 from ..helpers.heads import expected_features, tiny_head
 from ..helpers.proposals import EXACT, LOOKAHEAD, PROMPTS, check_proposals, new_speculator
 from ..helpers.tiny import VOCAB, tiny_model
-
-sys.path.insert(0, str(Path(__file__).parent.parent.parent / "examples"))
-
-from train_eagle3 import save_head  # noqa: E402
 
 
 @pytest.fixture(scope="module")

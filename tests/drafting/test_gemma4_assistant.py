@@ -47,19 +47,19 @@ def drafted_by_transformers(target, assistant, text: torch.LongTensor, count: in
     return tokens[0, len(text) :].tolist()
 
 
-def agrees(pair, monkeypatch) -> list[bool]:
-    return agreement(pair, drafted_by_transformers, monkeypatch)
+def agrees(pair) -> list[bool]:
+    return agreement(pair, drafted_by_transformers)
 
 
-def test_the_assistant_drafts_what_transformers_drafts(pair, monkeypatch):
-    assert all(agrees(pair, monkeypatch))
+def test_the_assistant_drafts_what_transformers_drafts(pair):
+    assert all(agrees(pair))
 
 
 @pytest.mark.parametrize("mutate", [read_the_token_before, keep_rejected_tokens])
 def test_mistakes_are_noticed(pair, mutate, monkeypatch):
     """Hidden states, keys and values of other tokens."""
     mutate(monkeypatch)
-    assert not all(agrees(pair, monkeypatch))
+    assert not all(agrees(pair))
 
 
 def test_an_assistant_for_another_target_and_a_worker_for_one_are_refused(pair, target):

@@ -118,23 +118,23 @@ def drafted_by_transformers(target, theirs, text: torch.LongTensor, count: int) 
     return [int(tokens[0, 0])]
 
 
-def agrees(published, monkeypatch) -> list[bool]:
+def agrees(published) -> list[bool]:
     """Whether the first token of each speculation is the one that transformers drafts."""
     target, theirs = published
     reference = lambda target, _, *text: drafted_by_transformers(target, theirs, *text)  # noqa: E731
-    return agreement((target, None), reference, monkeypatch, compared=1, drafter="mtp")
+    return agreement((target, None), reference, compared=1, drafter="mtp")
 
 
 @pytest.mark.parametrize("most_fed_again", [6, recurrent.WORTH_A_PASS])  # in a model with recurrent layers
 def test_the_layer_of_the_checkpoint_drafts_as_transformers_does(published, most_fed_again, monkeypatch):
     monkeypatch.setattr(recurrent, "WORTH_A_PASS", most_fed_again)
-    assert all(agrees(published, monkeypatch))
+    assert all(agrees(published))
 
 
 def test_states_of_another_layer_are_noticed(published, monkeypatch):
     """The mutant: the head reads the states after the first layer."""
     monkeypatch.setattr(mtp_head_of(published[0]).config, "target_layers", [1])
-    assert not all(agrees(published, monkeypatch))
+    assert not all(agrees(published))
 
 
 @pytest.mark.parametrize("is_loaded", [False, True])

@@ -6,14 +6,13 @@ import pytest
 import torch
 
 import hf_ssd
-from hf_ssd.drafting.head_drafter import HeadDrafter
 from hf_ssd.drafting.heads import loading
 from hf_ssd.drafting.heads.mtp import MtpHead
 from hf_ssd.generation import loop
 from hf_ssd.generation.proposers.mtp import MtpFallback
 from hf_ssd.rounds import AHEAD, IN_TURN, PLAIN, PREPARED, Plan
 
-from ..helpers.heads import tiny_head, tiny_mtp_head
+from ..helpers.heads import drafted_in, tiny_head, tiny_mtp_head
 from ..helpers.preparing import preparing
 from ..helpers.sampled_strings import noise_of_rounds, p_value, power
 from ..helpers.tiny import padded_batch
@@ -37,24 +36,6 @@ def call(target, draft, rows=3, **options):
     return target.generate(
         **padded_batch(rows), assistant_model=draft, ssd_config=hf_ssd.SSDConfig(**config), **options
     )
-
-
-def drafted_in(run) -> dict[tuple[int, int], list[int]]:
-    """The tokens that the head drafts in a call, by row and number of verified tokens."""
-    drafted, complete = {}, HeadDrafter.complete
-
-    def spy(self, ready, width, plan):
-        lengths = list(self.prefix.lengths)
-        speculation, steps = complete(self, ready, width, plan)
-        for row, (length, goes_on) in enumerate(zip(lengths, self.prefix.goes_on)):
-            if goes_on:
-                drafted[row, length] = speculation.tokens[row]
-        return speculation, steps
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HeadDrafter, "complete", spy)
-        run()
-    return drafted
 
 
 def check_drafts_as_in_turn(target, draft, monkeypatch, plans=None):

@@ -2,12 +2,12 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from train_eagle3 import save_head
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_ssd
@@ -16,10 +16,6 @@ from hf_ssd.drafting.heads.loading import head_for
 from ..helpers.tiny import speculated
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parents[1] / "examples"))
-
-from train_eagle3 import save_head  # noqa: E402
-
 WRITTEN = HERE / "speculators"
 PYTHON = HERE.parents[1] / "engines" / "speculators" / "bin" / "python"
 MISSING = "the package speculators is not installed in engines/speculators; write_speculators.py says how"

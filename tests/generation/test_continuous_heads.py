@@ -1,8 +1,5 @@
 """Requests that join a running batch whose draft reads hidden states of the target."""
 
-import os
-import signal
-
 import pytest
 import torch
 
@@ -10,8 +7,7 @@ import hf_ssd
 from hf_ssd.config import SSDConfig
 from hf_ssd.distributed import transport
 from hf_ssd.distributed.assistant import DraftAssistant
-from hf_ssd.drafting.block_drafter import BlockDrafter
-from hf_ssd.drafting.head_drafter import HeadDrafter, HeadPrefix
+from hf_ssd.drafting.head_drafter import HeadPrefix
 from hf_ssd.drafting.heads import loading
 from hf_ssd.drafting.heads.mtp import MtpHead
 from hf_ssd.drafting.speculator import Speculator
@@ -19,10 +15,10 @@ from hf_ssd.generation.target import Features
 from hf_ssd.rounds import AHEAD, IN_TURN, PREPARED
 
 from ..helpers.assistants import dflash_draft, gemma4_assistant, gemma4_target
-from ..helpers.heads import tiny_head, tiny_mtp_head
+from ..helpers.heads import drafted_in, tiny_head, tiny_mtp_head
 from ..helpers.preparing import preparing
 from ..helpers.thread_worker import ThreadWorker
-from ..helpers.tiny import ready, tiny_draft, tiny_model
+from ..helpers.tiny import tiny_draft, tiny_model
 from .test_continuous import MODES, After, accepted_counts, all_results, equal_to_alone, greedy, mixed, plainly, run
 
 
@@ -54,29 +50,6 @@ OPTIONS = {"lookahead": 3, "on_draft_failure": "raise"}
 def hot():
     """Requests that sample so evenly that an untrained head is often right, and a greedy one."""
     return [{**one, "temperature": 3.0} if one["do_sample"] else one for one in mixed()]
-
-
-def drafted_in(call) -> dict[tuple, list[int]]:
-    """The tokens that heads draft just in time in a call, by the verified tokens of the row."""
-    drafted = {}
-
-    def spied(complete):
-        def spy(self, ready, width, plan):
-            prefix = self.prefix
-            texts = [tuple(ids[:n].tolist()) for ids, n in zip(prefix.ids.values, prefix.lengths)]
-            speculation, steps = complete(self, ready, width, plan)
-            for row, (text, goes_on) in enumerate(zip(texts, prefix.goes_on)):
-                if goes_on and not ready.tokens[row]:
-                    drafted[text] = speculation.tokens[row]
-            return speculation, steps
-
-        return spy
-
-    with pytest.MonkeyPatch.context() as patch:
-        for kind in (HeadDrafter, BlockDrafter):
-            patch.setattr(kind, "complete", spied(kind.complete))
-        call()
-    return drafted
 
 
 def alone(target, draft, requests, **settings):
@@ -236,28 +209,6 @@ def test_a_draft_that_takes_over_gets_all_features(monkeypatch):
     assert len(ours) > 30 and all(drafted.get(text, tokens) == tokens for text, tokens in ours.items())
     later = {len(text) for text in ours if text[:5] == tuple(requests[0]["input_ids"][0].tolist())}
     assert max(later) > 5 + 40 and len(drafted.keys() & ours.keys()) > 25
-
-
-def test_a_killed_worker_with_a_head_costs_no_token():
-    target, head, _ = eagle3()
-    requests = [{**one, "max_new_tokens": n} for one, n in zip(greedy(), (50, 20))]
-    with hf_ssd.launch_draft(head, num_threads=1) as assistant:
-        kill = After(lambda: os.kill(assistant.workers[0].worker_info["pid"], signal.SIGKILL), 6)
-        with hf_ssd.continuous_batching(target, assistant, SSDConfig(**MODES[AHEAD])) as manager:
-            ids = [manager.add_request(**requests[0], streamer=kill)]
-            first = manager.requests[ids[0]][0]
-            ids.append(manager.add_request(**requests[1], streamer=After(lambda: None)))
-            found = [manager.requests[one][0] for one in ids]
-            all_results(manager, ids)
-            assert first.rows.stats.records[-1].mode == "plain"
-            ready(assistant)
-            ids = [manager.add_request(**requests[1])]
-            found.append(manager.requests[ids[0]][0])
-            all_results(manager, ids)
-        assert assistant.restarts == 1 and manager.rows.draft.failure is None
-    for one, number in zip(found, (0, 1, 1)):
-        assert torch.equal(one.output, plainly(target)(number, requests[number]))
-    assert {record.mode for record in found[2].rows.stats.records} == {AHEAD}
 
 
 def test_the_layer_of_the_target_drafts_after_a_miss():

@@ -15,10 +15,10 @@ from transformers import (
 )
 
 import hf_ssd
-from hf_ssd.drafting.head_drafter import HeadDrafter
 from hf_ssd.generation.target import Features
 from hf_ssd.rounds import IN_TURN
 
+from .heads import drafted_in
 from .tiny import padded_batch
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -96,47 +96,34 @@ def keep_rejected_tokens(monkeypatch) -> None:
     monkeypatch.setattr(Features, "add", lambda self, features, accepted: add(self, features.roll(1, dims=1), accepted))
 
 
-def agreement(
-    pair, reference, monkeypatch, kind=HeadDrafter, length: int = 9, compared: int | None = None, ends=False, **settings
-) -> list[bool]:
+def agreement(pair, reference, length: int = 9, compared: int | None = None, ends=False, **settings) -> list[bool]:
     """
-    Decodes three rows with a draft, and returns for some rounds and each row whether the same tokens are drafted as by
-    the `reference`, which takes the target, the draft, a text and a number of tokens.
+    Decodes three rows with a draft, and returns for some rounds and rows whether the same tokens are drafted as by the
+    `reference`, which takes the target, the draft, a text and a number of tokens.
 
     Args:
-        kind (`type`): Of the drafter.
         length (`int`): Of the longest prompt.
         compared (`int`, *optional*): How many tokens of a speculation are compared; by default all.
         ends (`bool`): Whether a row ends before the others, and prompts are read in chunks.
         settings: Of [`SSDConfig`].
     """
-    (target, draft), drafted, complete = pair, [], kind.complete
-
-    def spy(self, ready, width, plan):
-        lengths, (speculation, steps) = list(self.prefix.lengths), complete(self, ready, width, plan)
-        drafted.append((lengths, speculation.tokens))
-        return speculation, steps
-
-    monkeypatch.setattr(kind, "complete", spy)
-    inputs = padded_batch(3, length)
+    (target, draft), inputs, outputs = pair, padded_batch(3, length), []
     options = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
     plain = target.generate(**inputs, **options).sequences
     if ends:
         options |= {"eos_token_id": int(plain[1, length + 5]), "prefill_chunk_size": 4}
         plain = target.generate(**inputs, **options).sequences
+        assert (plain[:, -1] == 0).sum() in (1, 2)
     config = hf_ssd.SSDConfig(**{"lookahead": 3, "on_draft_failure": "raise", **settings})
-    output = target.generate(**inputs, **options, assistant_model=draft, ssd_config=config)
-    assert torch.equal(output.sequences, plain)
-    stats = output.ssd_stats
+    options |= {"assistant_model": draft, "ssd_config": config}
+    drafted = drafted_in(lambda: outputs.append(target.generate(**inputs, **options)))
+    stats = outputs[0].ssd_stats
+    assert torch.equal(outputs[0].sequences, plain)
     assert {*stats.column("mode")} == {IN_TURN} and max(stats.column("lookahead")) == config.lookahead
-    texts = [row[mask.bool()] for row, mask in zip(inputs["input_ids"], inputs["attention_mask"])]
-    texts = [torch.cat([text, row[length:]]) for text, row in zip(texts, plain)]
-    assert not ends or (plain[:, -1] == 0).sum() in (1, 2)
     found = [
-        of_row[:compared] == reference(target, draft, text[:known], len(of_row))
-        for lengths, tokens in drafted[::3]
-        for text, known, of_row in zip(texts, lengths, tokens)
-        if of_row and known < len(text) and text[known] != 0  # which pads a row behind its end
+        tokens[:compared] == reference(target, draft, torch.tensor(text), len(tokens))
+        for text, tokens in [*drafted.items()][::2]
+        if tokens
     ]
     assert len(found) > 5
     return found

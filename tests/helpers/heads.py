@@ -2,10 +2,13 @@
 
 import copy
 
+import pytest
 import torch
 from transformers.modeling_layers import MtpModel
 
+from hf_ssd.drafting.block_drafter import BlockDrafter
 from hf_ssd.drafting.drafter import Completion
+from hf_ssd.drafting.head_drafter import HeadDrafter
 from hf_ssd.drafting.heads.eagle3 import Eagle3Head, head_config
 from hf_ssd.drafting.heads.mtp import MtpHead
 
@@ -61,3 +64,26 @@ def knows(monkeypatch, texts: list[list[int]], wrong_every: int = 4) -> None:
         add(self, depth, token, *others)
 
     monkeypatch.setattr(Completion, "add", knowing)
+
+
+def drafted_in(call) -> dict[tuple, list[int]]:
+    """The tokens that heads draft just in time in a call, by the verified tokens of the row."""
+    drafted = {}
+
+    def spied(complete):
+        def spy(self, ready, width, plan):
+            prefix = self.prefix
+            texts = [tuple(ids[:n].tolist()) for ids, n in zip(prefix.ids.values, prefix.lengths)]
+            speculation, steps = complete(self, ready, width, plan)
+            for row, (text, goes_on) in enumerate(zip(texts, prefix.goes_on)):
+                if goes_on and not ready.tokens[row]:
+                    drafted[text] = speculation.tokens[row]
+            return speculation, steps
+
+        return spy
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (HeadDrafter, BlockDrafter):
+            patch.setattr(kind, "complete", spied(kind.complete))
+        call()
+    return drafted
