@@ -3,30 +3,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from hf_ssd.drafting.sampling import SpeculationNoise, draw, saguaro
-from hf_ssd.noise import Noise
-
-
-def speculation_noise(seed, vocab_size, device="cpu"):
-    return SpeculationNoise(Noise(seed, vocab_size), torch.device(device))
-
-
-def test_noise_is_that_of_the_place_whenever_it_is_asked_for():
-    noise, starts = speculation_noise(7, 11), [[5, 6, 5], [9, 5, 6]]
-    first = noise.gather([0, 1], starts, 2)
-    assert torch.equal(first[0, 0], first[0, 2]) and not torch.equal(first[0, 0], first[1, 1])
-    assert torch.equal(noise.gather([1], starts, 2)[0], first[1])
-    noise.forget_before([6, 6])
-    assert {place[2] for place in noise.known} == {6, 9}
-    assert torch.equal(noise.gather([0, 1], starts, 2), first)
-
-
-@pytest.mark.parametrize("token", range(3))
-def test_a_point_mass_is_always_drawn(token):
-    noise = speculation_noise(2, 3)
-    certain = torch.nn.functional.one_hot(torch.tensor(token), 3).float()
-    assert all(draw(certain, noise.gather([0], [[p]], 0)) == token for p in range(50))
-
+from hf_ssd.drafting.sampling import saguaro
 
 # ---------------------------------------------------------------- Saguaro sampling (Definition 14)
 
@@ -91,8 +68,3 @@ def test_saguaro_by_hand_and_its_edges():
     assert saguaro(q, 1, 1.0) is q and saguaro(q, 0, 0.3) is q
     assert torch.equal(saguaro(q, 2, 0.0), torch.tensor([[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]))  # nothing left: as it was
     assert torch.equal(saguaro(q, 9, 0.0), q)  # more favourites than tokens
-
-
-def test_a_later_speculation_of_the_same_place_draws_anew():
-    noise = speculation_noise(3, 50)
-    assert not torch.equal(noise.gather([0], [[5]], 1), noise.gather([0], [[6]], 0))
