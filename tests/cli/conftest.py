@@ -7,8 +7,15 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_ssd
-from hf_ssd.cli import pair
+from hf_ssd.cli import doctor, pair
 from hf_ssd.cli.chat import Chat
+from hf_ssd.cli.methods import Bench
+
+
+@pytest.fixture(autouse=True)
+def no_dtype_is_timed(monkeypatch):
+    """So there is no advice, and a processor that emulates bfloat16 is not waited for."""
+    monkeypatch.setattr(doctor, "fastest", lambda *_: "float32")
 
 
 @pytest.fixture(scope="package")
@@ -28,6 +35,18 @@ def embedded_worker(embedded):
 def chat(embedded, embedded_worker):
     target, _, tokenizer = embedded
     return Chat(SimpleNamespace(system=None, temperature=0.0, max_new_tokens=12), target, embedded_worker, tokenizer)
+
+
+def lets_assisted_generation_fail(monkeypatch, error: Exception) -> None:
+    """As for a pair that only we take."""
+    run = Bench.run
+
+    def run_ours(bench, method, turn):
+        if "assistant_model" in method.options and "ssd_config" not in method.options:
+            raise error
+        return run(bench, method, turn)
+
+    monkeypatch.setattr(Bench, "run", run_ours)
 
 
 def goes_on_as_plain(chat: Chat, words: str) -> None:

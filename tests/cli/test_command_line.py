@@ -1,6 +1,7 @@
 """The command line as people use it: chats that go on, pairs of any kind, and refusals before work."""
 
 import dataclasses
+import functools
 import io
 import json
 import logging
@@ -306,22 +307,18 @@ def test_every_option_with_a_number_has_limits():
         (["bench", "--output", "{file}"], "Nothing can be written to "),
         (["bench", "--trace", "{file}/trace.json"], "Nothing can be written to "),
         (["bench", "{mamba}", "{mamba}"], "recurrent layers alone"),
+        (["chat", "{target}", "{nowhere}"], "There is no folder"),
     ],
 )
 def test_commands_that_cannot_work_are_refused_before_models_load(words, sentence, nothing_loads, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     MambaConfig(num_hidden_layers=1).save_pretrained(tmp_path / "mamba")
-    places = {name: tmp_path / name for name in ("file", "mamba")}
+    tiny_model().save_pretrained(tmp_path / "target")
+    tokenizer(TARGET).save_pretrained(tmp_path / "target")
+    places = {name: tmp_path / name for name in ("file", "mamba", "target", "nowhere")}
     assert main([word.format(**places) for word in words]) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"hf-ssd {words[0]}: ") and sentence in said
-
-
-def test_a_draft_that_is_not_there_is_refused_before_the_target_loads(tmp_path, nothing_loads, capsys):
-    tiny_model().save_pretrained(tmp_path / "target")
-    tokenizer(TARGET).save_pretrained(tmp_path / "target")
-    assert main(["chat", str(tmp_path / "target"), str(tmp_path / "nowhere")]) == 2
-    assert "There is no folder" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- a check ends in time, and says one thing
@@ -336,7 +333,6 @@ class Clock:
         for module in ("check", "methods"):
             monkeypatch.setattr(f"hf_ssd.cli.{module}.time", clock)
         monkeypatch.setattr(Bench, "run", lambda bench, method, turn: self.timed(bench, method, turn))
-        monkeypatch.setattr("hf_ssd.cli.doctor.fastest", lambda *_: None)  # measures by this clock too
         self.limits = []  # the clock of transformers is real, so calls have no limit
         monkeypatch.setattr(Bench, "longest", lambda bench: self.limits.append(longest(bench)))
 
@@ -350,9 +346,12 @@ class Clock:
         return dataclasses.replace(found, prefill=self.seconds, seconds=took)
 
 
+slowly = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     "seconds, tokens, turns",
-    [pytest.param(0.01, 64, 5, marks=pytest.mark.slow), (0.15, 24, 3), (0.4, 12, 3), (0.9, 12, 1)],
+    [slowly(0.01, 64, 5), (0.15, 24, 3), slowly(0.4, 12, 3), (0.9, 12, 1)],
 )
 def test_a_check_measures_within_its_seconds_what_fits(monkeypatch, capsys, seconds, tokens, turns):
     """The quickest pair is measured whole, and of slower pairs shorter answers, until there is plain and SSD alone."""

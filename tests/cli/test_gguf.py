@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_ssd
@@ -17,9 +18,43 @@ from hf_ssd.cli.models import Model
 from hf_ssd.drafting.heads import loading
 from hf_ssd.drafting.resolver import config_at
 
-from ..helpers.gguf_models import write_gguf
-
 FIXED = hf_ssd.SSDConfig(lookahead=3, budget=6)
+
+
+def write_gguf(folder: str, file: Path) -> Path:
+    """Writes a Llama and its tokenizer, both in a folder, as a GGUF file in float32, and returns the file."""
+    gguf = pytest.importorskip("gguf")
+    config, weights = json.loads(Path(folder, "config.json").read_text()), load_file(Path(folder, "model.safetensors"))
+    tokens = json.loads(Path(folder, "tokenizer.json").read_text())["model"]
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads["q_proj"])
+    writer.add_head_count_kv(heads["k_proj"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(sorted(tokens["vocab"], key=tokens["vocab"].get))
+    writer.add_token_types([gguf.TokenType.CONTROL, *[gguf.TokenType.NORMAL] * (config["vocab_size"] - 1)])
+    writer.add_token_merges([" ".join(pair) for pair in tokens["merges"]])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(0)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    for name, weight in weights.items():
+        for kind, count in heads.items():
+            if f".{kind}." in name:  # GGUF has pairs of neighbours side by side, transformers halves
+                weight = weight.view(count, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+        writer.add_tensor(names.get_name(name, (".weight",)), weight.float().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
 
 
 @pytest.fixture(scope="module")
@@ -59,17 +94,16 @@ def test_a_check_names_the_files_as_the_user_does(files, capsys):
     assert model.config.num_hidden_layers == 12 and tokenizer("import os")["input_ids"] == [514, 649]
 
 
-@pytest.mark.parametrize("name", ["draft", "alone"])
-def test_a_draft_in_a_file_drafts_for_calls(files, name):
+def test_a_draft_in_a_file_drafts_for_calls(files):
     target = AutoModelForCausalLM.from_pretrained(pair.folder("target"), dtype="float32")
     ids = torch.tensor([[410, 2047, 542, 26, 199, 259, 313]])
     plain = target.generate(ids, max_new_tokens=16, do_sample=False)
-    draft = files[name] if name == "alone" else Path(files[name])  # both kinds of path
+    draft = Path(files["draft"])
     hf_ssd.enable(target, draft, FIXED)
     options = {"max_new_tokens": 16, "do_sample": False, "return_dict_in_generate": True}
     target.generate(ids, **options)  # starts the worker
     try:
-        with hf_ssd.launch_draft(draft, dtype="float32") as assistant:
+        with hf_ssd.launch_draft(files["alone"], dtype="float32") as assistant:
             outputs = [target.generate(ids, **options, assistant_model=one) for one in (assistant, None)]
     finally:
         hf_ssd.close(draft)

@@ -14,6 +14,8 @@ from hf_ssd.cli import models, pair
 from hf_ssd.cli.main import COMMANDS, build_parser, main
 from hf_ssd.distributed.cores import available_cores, pin
 
+from .conftest import lets_assisted_generation_fail
+
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_has_an_example_that_parses(command, capsys):
@@ -36,7 +38,10 @@ def test_the_version_and_without_a_command_the_help(capsys):
     assert output.startswith("usage: hf-ssd") and all(head in output.replace("\n", " ") for head in COMMANDS)
 
 
-def test_bench_prints_tables_and_writes_figures(tmp_path, capsys):
+def test_bench_prints_tables_and_writes_figures_of_a_pair_that_transformers_does_not_take(
+    tmp_path, capsys, monkeypatch
+):
+    lets_assisted_generation_fail(monkeypatch, AttributeError("a failure of transformers"))
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('[{"text": "import os\\n"}, {"text": "def main("}]')
     words = ["bench", "--max-new-tokens", "12", "--repeats", "1", "--assistant-tokens", "3"]
@@ -45,6 +50,7 @@ def test_bench_prints_tables_and_writes_figures(tmp_path, capsys):
     assert main(words) == 0
     output = capsys.readouterr().out
     assert "SSD over plain generate" in output and "plain generate" in output and "NO" not in output
+    assert "assisted generation does not take this pair" in output
     report = json.loads((tmp_path / "benchmark.json").read_text())
     assert report["arguments"]["max_new_tokens"] == 12 and (tmp_path / "benchmark.png").stat().st_size > 5000
 

@@ -55,10 +55,7 @@ def test_the_doctor_knows_the_embedded_pair(installed, tmp_path):
     assert min(found[name] for name in ("verify_seconds", "predicted", "speed", "plain")) > 0
 
 
-def test_the_module_is_the_program(installed, tmp_path):
-    assert "check" in run(str(installed / "python"), "-m", "hf_ssd", "--help", cwd=tmp_path)
-
-
+@pytest.mark.slow
 def test_every_package_of_the_clone_is_installed(installed, tmp_path):
     program = "import hf_ssd; print(hf_ssd.__path__[0])"
     place = Path(run(str(installed / "python"), "-c", program, cwd=tmp_path).strip())
