@@ -12,7 +12,7 @@ import torch
 import hf_ssd
 from hf_ssd.distributed import transport
 from hf_ssd.distributed.assistant import DraftAssistant
-from hf_ssd.distributed.wire import FRAME_LENGTH, HEADER, TENSOR_TYPES, Message, pack
+from hf_ssd.distributed.wire import FRAME_LENGTH, HEADER, TENSOR_TYPES, Message, ProtocolError, pack
 
 from ..helpers.heads import tiny_head
 from ..helpers.loopback import through_the_wire
@@ -132,3 +132,13 @@ def frames_of(message: Message, text: bytes) -> list[torch.Tensor]:
         return [frame, text]
     frame[HEADER.size : HEADER.size + len(text)] = text
     return [frame]
+
+
+def refused(step, *arguments, error=ProtocolError) -> bool:
+    """Whether a step is refused in a sentence. Any other exception ends the test."""
+    try:
+        step(*arguments)
+        return False
+    except error as sentence:
+        assert len(str(sentence)) > 10
+        return True

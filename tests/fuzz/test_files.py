@@ -1,30 +1,21 @@
 """Saved settings and prompt files that are damaged are refused in a sentence, or say something that can be."""
 
+import functools
 import json
 import math
 import random
-import sys
-from pathlib import Path
 
 import datasets
 import pytest
+from evaluation.prompts import load_samples
 
 from hf_ssd import SSDConfig
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-from evaluation.prompts import load_samples  # noqa: E402
+from .conftest import refused
 
 SAVED = SSDConfig(fan_out=[4, 3, 2, 1], saguaro_c=0.5, fallback="ngram", timeout=5.0).to_dict()
 ODD = [None, True, 0, -1, 65, 10**400, 1e308, math.nan, math.inf, "", "auto", [], [[]], {}, [1, 10**400], ["a"]]
-
-
-def refused(step, *arguments) -> bool:
-    try:
-        step(*arguments)
-        return False
-    except ValueError as error:
-        assert len(str(error)) > 10
-        return True
+is_refused = functools.partial(refused, error=ValueError)
 
 
 def read(values):
@@ -50,7 +41,7 @@ def test_damaged_settings(count):
         values = dict(SAVED) if chance.random() < 0.5 else SSDConfig().to_dict()
         for _ in range(chance.randint(1, 3)):
             values[chance.choice([*SAVED, "look_ahead"] if chance.random() < 0.9 else [None, 3])] = chance.choice(ODD)
-        found.append(refused(read, values))
+        found.append(is_refused(read, values))
     assert 0.2 < sum(found) / count < 0.999
 
 
@@ -62,7 +53,7 @@ def test_damaged_files_of_settings(tmp_path, count):
     whole = file.read_bytes()
     for _ in range(count):
         file.write_bytes(damaged_text(whole, chance))
-        found.append(refused(read_file, tmp_path))
+        found.append(is_refused(read_file, tmp_path))
     assert 0.2 < sum(found) / count < 0.999
 
 
@@ -84,7 +75,7 @@ def damaged_text(data, chance):
 @pytest.mark.parametrize("content", ["[]", "null", "3", "[" * 100_000, "", '{"lookahead": ' + "9" * 5000 + "}"])
 def test_files_that_hold_no_settings(tmp_path, content):
     (tmp_path / "ssd_config.json").write_text(content)
-    assert refused(read_file, tmp_path)
+    assert is_refused(read_file, tmp_path)
 
 
 FILES = {
@@ -109,7 +100,7 @@ def test_damaged_prompt_files(tmp_path, monkeypatch, suffix, count):
     read_prompts()
     for _ in range(count):
         file.write_bytes(damaged_text(FILES[suffix], chance))
-        refused(read_prompts)
+        is_refused(read_prompts)
 
 
 @pytest.mark.parametrize(
@@ -133,4 +124,4 @@ def test_prompt_files_that_hold_no_prompts(tmp_path, monkeypatch, suffix, conten
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     file = tmp_path / f"prompts{suffix}"
     file.write_bytes(content)
-    assert refused(load_samples, str(file), "prompt", 3, lambda prompt: True)
+    assert is_refused(load_samples, str(file), "prompt", 3, lambda prompt: True)

@@ -17,7 +17,7 @@ from hf_ssd.rounds import MODES, SOURCES
 
 from ..helpers.heads import LAYERS
 from ..helpers.tiny import SIZES, VOCAB
-from .conftest import ROWS, damaged
+from .conftest import ROWS, damaged, refused
 
 SHAPE = ROWS, 3, VOCAB
 WIDTH = len(LAYERS) * SIZES["hidden_size"]  # of a token's features
@@ -88,16 +88,6 @@ READERS = {
 def read(kind, payload):
     """Reads what has arrived in the place of a payload of this kind."""
     READERS[kind](wire.read_json(payload) if isinstance(payload, bytes) else payload)
-
-
-def refused(step, *arguments) -> bool:
-    """Any other exception ends the test."""
-    try:
-        step(*arguments)
-        return False
-    except ProtocolError as error:
-        assert len(str(error)) > 10
-        return True
 
 
 @pytest.fixture(autouse=True)
