@@ -1,6 +1,9 @@
+"""Decisions in slices of rows, and the room for the tokens that they give."""
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import GenerationConfig, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.logits_process import (
     EncoderRepetitionPenaltyLogitsProcessor,
     MinLengthLogitsProcessor,
@@ -10,13 +13,13 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+import hf_ssd
 from hf_ssd.distributed.target_ranks import TargetRanks
 from hf_ssd.generation import deciding
 from hf_ssd.generation.deciding import Decider
 from hf_ssd.generation.sequences import Sequences
+from hf_ssd.generation.settings import Settings
 from hf_ssd.noise import Noise
-
-from ..helpers.call_settings import call_settings
 
 ROWS, LOOKAHEAD, VOCAB = 24, 3, 101
 PROMPTS = torch.randint(0, VOCAB, (ROWS, 7), generator=torch.Generator().manual_seed(0))
@@ -31,6 +34,12 @@ PROCESSORS = {
         TopKLogitsWarper(40),
     ],
 }
+
+
+def call_settings(processors=(), max_length=50, **options) -> Settings:
+    """Returns settings of a call with these processors and options of `generate()`."""
+    criteria = StoppingCriteriaList([MaxLengthCriteria(max_length)])
+    return Settings(LogitsProcessorList(processors), criteria, GenerationConfig(**options), hf_ssd.SSDConfig())
 
 
 class Largest(TorchDispatchMode):
@@ -73,21 +82,14 @@ def decide(name, do_sample, rows_at_a_time, monkeypatch):
 
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("name", PROCESSORS)
-def test_slices_of_rows_change_nothing(name, do_sample, monkeypatch):
-    outcome, scores, _ = decide(name, do_sample, ROWS, monkeypatch)
-    assert {*outcome.accepted} == {0, 1, 2, 3}
+def test_slices_of_rows_change_nothing_and_bound_the_memory(name, do_sample, monkeypatch):
+    """Indices of sorted scores are twice as large as scores; one tensor may have one position of every row."""
+    outcome, scores, most = decide(name, do_sample, ROWS, monkeypatch)
+    assert {*outcome.accepted} == {0, 1, 2, 3} and most >= ROWS * do_sample
     for rows_at_a_time in (1, 5, 23):
         of_slices = decide(name, do_sample, rows_at_a_time, monkeypatch)
         assert of_slices[0] == outcome and torch.equal(of_slices[1], scores)
-
-
-@pytest.mark.parametrize("name", PROCESSORS)
-def test_slices_bound_the_memory(name, monkeypatch):
-    """Indices of sorted scores are twice as large as scores; one tensor may have one position of every row."""
-    assert decide(name, True, ROWS, monkeypatch)[2] >= ROWS
-    for rows_at_a_time in (4, 8):
-        allowed = max(2 * rows_at_a_time, ROWS / (LOOKAHEAD + 1))
-        assert decide(name, True, rows_at_a_time, monkeypatch)[2] <= allowed
+        assert of_slices[2] <= max(2 * rows_at_a_time, ROWS / (LOOKAHEAD + 1))
 
 
 def test_slices_that_take_the_wrong_rows_are_noticed(monkeypatch):
@@ -99,4 +101,17 @@ def test_slices_that_take_the_wrong_rows_are_noticed(monkeypatch):
 
     monkeypatch.setattr(deciding, "process_positions", mutant)
     with pytest.raises(AssertionError):
-        test_slices_of_rows_change_nothing("history", True, monkeypatch)
+        test_slices_of_rows_change_nothing_and_bound_the_memory("history", True, monkeypatch)
+
+
+def test_there_is_room_for_the_bonus_token_of_a_row_that_ends_with_the_storage():
+    sequences = Sequences(torch.ones(2, 4, dtype=torch.long), call_settings(max_length=10**6))
+    drafted = [[2, 3, 4], [5, 6, 7]]
+    sequences.accept([[1], [1]])  # so that the 64th round ends exactly where the storage does
+    expected = [[1] * 5, [1] * 5]
+    for _ in range(200):
+        sequences.propose(drafted)
+        sequences.accept([[2, 3, 4, 8], [5, 9]])
+        expected = [expected[0] + [2, 3, 4, 8], expected[1] + [5, 9]]
+    for row in range(2):
+        assert sequences.ids[row, : sequences.lengths[row]].tolist() == expected[row]
