@@ -147,7 +147,7 @@ class Asks(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
-@pytest.mark.parametrize("is_a_folder", [False, True])
+@pytest.mark.parametrize("is_a_folder", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_call_within_a_call_of_a_bound_target(is_a_folder, tmp_path):
     draft = tiny_draft(disagreement=0.01)
     if is_a_folder:

@@ -11,6 +11,7 @@ from hf_ssd.distributed.transport import Channel
 from hf_ssd.distributed.wire import Kind
 from hf_ssd.rounds import AHEAD
 
+from ..helpers import comparing
 from ..helpers.tiny import padded_batch
 
 PACKAGE = Path(hf_ssd.__file__).parent
@@ -42,14 +43,7 @@ def rounds():
 
 def generate(target, assistant):
     inputs = {name: value[:1, -5:] for name, value in padded_batch(rows=1).items()}
-    return target.generate(
-        **inputs,
-        max_new_tokens=40,
-        do_sample=False,
-        assistant_model=assistant,
-        ssd_config=hf_ssd.SSDConfig(lookahead=4, budget=6),
-        return_dict_in_generate=True,
-    )
+    return comparing.generate(target, assistant, inputs, {"budget": 6}, max_new_tokens=40)
 
 
 def test_an_outcome_passes_at_most_six_frames_from_the_loop_to_the_transport(target, assistant, monkeypatch):

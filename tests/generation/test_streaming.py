@@ -8,6 +8,7 @@ from transformers.generation.streamers import BaseStreamer
 import hf_ssd
 from hf_ssd.generation.sequences import Sequences
 
+from ..helpers.comparing import generate
 from ..helpers.tiny import padded_batch, tiny_draft
 
 CONFIG = hf_ssd.SSDConfig(lookahead=3, budget=8, asynchronous=False)
@@ -91,10 +92,7 @@ def test_rows_are_streamed_no_further_than_a_criterion_that_compares_them_lets_t
 def test_rounds_are_told_with_their_tokens(target):
     columns, told = Columns(), []
     streamer = hf_ssd.RoundStreamer(lambda stats: told.append((stats.rounds, len(columns.seen) - 1)), columns)
-    output = target.generate(
-        **padded_batch(1), max_new_tokens=25, do_sample=False, streamer=streamer, assistant_model=tiny_draft(),
-        ssd_config=CONFIG, return_dict_in_generate=True,
-    )  # fmt: skip
+    output = generate(target, tiny_draft(), padded_batch(1), {"lookahead": 3}, max_new_tokens=25, streamer=streamer)
     *seen, end = columns.seen
     assert seen[0] == padded_batch(1)["input_ids"].tolist() and end == "end"
     assert sum(seen[1:], []) == output.sequences[0, 9:].tolist()
