@@ -9,7 +9,7 @@ import statistics
 import pytest
 from transformers.utils import logging
 
-from hf_ssd import SSDConfig, theory
+from hf_ssd import SSDConfig
 from hf_ssd.planning import planner as planner_module
 from hf_ssd.planning import prober
 from hf_ssd.planning.cost_model import CostModel
@@ -42,6 +42,8 @@ def test_from_the_33rd_round_on_it_is_near_the_best_fixed_plan(name):
 def test_in_all_worlds_together_it_is_within_five_percent():
     later, all_rounds = zip(*map(shares_reached, WORLDS))
     assert statistics.fmean(later) > 0.95 and statistics.fmean(all_rounds) > 0.95
+    for name in ("a useless draft", "a draft as slow as the target"):  # which cost next to nothing
+        assert shares_reached(name)[1] > 0.96
 
 
 def test_what_no_part_explains_is_learned(monkeypatch):
@@ -50,11 +52,6 @@ def test_what_no_part_explains_is_learned(monkeypatch):
         Line, "__call__", lambda line, units: 0.0 if line.guess == 0.1 else line.fixed + line.slope * units
     )
     assert world.run(new_planner(world), skip=33) < 0.90 * world.best
-
-
-def test_a_draft_that_does_not_pay_costs_next_to_nothing():
-    for world in (World(0.05), World(0.6, step=0.04)):
-        assert world.run(new_planner(world), rounds=1000) > 0.96 / world.verification  # with the first rounds
 
 
 def modes_followed(world, rounds=50):
@@ -116,26 +113,6 @@ def test_plain_rounds_come_first_and_drafting_ahead_when_its_trial_is_paid_for(m
     assert modes[:3] == [PLAIN, IN_TURN, AHEAD]
     monkeypatch.setattr(prober, "TRIAL_COST", math.inf)
     assert {*modes_followed(World(0.9))} == {IN_TURN}
-
-
-def test_speeds_are_those_of_theory(monkeypatch):
-    costs = CostModel(CallKind(SSDConfig(), 2, 1000))
-    for tokens in (4, 8, 20, 40):
-        for mode in (IN_TURN, AHEAD):
-            costs.durations.verification[mode].observe(tokens, 0.04 + 0.001 * tokens)
-            costs.durations.step[mode].observe(tokens, 0.005 + 0.0001 * tokens)
-        costs.durations.branches.observe(tokens, 0.02 + 0.0001 * tokens)
-    tokens, missed, prepare = costs.tokens(4), costs.best_after_miss(4), costs.seconds_to_prepare(4, 24)
-    all_hit = costs.hit_rate(4, [24])[0] ** 2  # a row that misses makes both wait
-    verify, draft = costs.seconds_to_verify(AHEAD, 4), costs.seconds_to_draft(AHEAD, missed)
-    assert 0.1 < all_hit < 0.9 and 0 < missed and prepare > 1.5 * verify
-    seconds = all_hit * verify + (1 - all_hit) * (costs.seconds_to_verify(AHEAD, missed) + draft) + prepare - verify
-    ahead = {(AHEAD, 4, 24, 0): pytest.approx(2 * (all_hit * tokens[4] + (1 - all_hit) * tokens[missed]) / seconds)}
-    in_turn = pytest.approx(2 * tokens[3] / (costs.seconds_to_verify(IN_TURN, 3) + costs.seconds_to_draft(IN_TURN, 3)))
-    assert costs.ahead(4, [24]) == ahead and costs.in_turn(3) == in_turn
-    for formula in ("ssd_speedup", "speculative_decoding_speedup"):  # the mutants: other formulas
-        monkeypatch.setattr(theory, formula, lambda *parts, **others: 1.0)
-    assert costs.ahead(4, [24]) != ahead and costs.in_turn(3) != in_turn
 
 
 def test_the_reason_is_one_sentence_with_the_numbers_of_the_plan():

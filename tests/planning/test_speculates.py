@@ -30,13 +30,6 @@ def assistant():
         yield assistant
 
 
-@pytest.fixture(scope="module")
-def drafts():
-    """Two workers, which prepare a share of the outcomes each."""
-    with hf_ssd.launch_draft(tiny_model(), devices=["cpu", "cpu"], num_threads=1) as assistant:
-        yield assistant
-
-
 def call(target, assistant, new_tokens=NEW_TOKENS, **options):
     options = {"do_sample": False, "return_dict_in_generate": True, "ssd_config": hf_ssd.SSDConfig(), **options}
     output = target.generate(**padded_batch(1), assistant_model=assistant, max_new_tokens=new_tokens, **options)
@@ -61,10 +54,11 @@ def call_ahead(*arguments, **options):
 
 
 @pytest.mark.slow
-def test_several_drafts_draft_ahead(drafts):
+def test_several_drafts_draft_ahead():
     target = slow_target()
-    call(target, drafts, 1)
-    call_ahead(target, drafts)
+    with hf_ssd.launch_draft(tiny_model(), num_threads=1, **TWO) as drafts:
+        call(target, drafts, 1)
+        call_ahead(target, drafts)
 
 
 @pytest.mark.slow
