@@ -13,7 +13,7 @@ from . import masks
 from .attached import attached_to
 from .attention import GROUPED, use_grouped_heads
 from .cache_name import cache_argument
-from .compiled import is_compiled, uncompiled
+from .compiled import uncompiled
 from .hidden_states import HiddenStates
 from .packed import packed_forwards
 from .ragged import RaggedCache
@@ -61,7 +61,6 @@ class CachedModel:
         self.preparations = 0  # how often a pass was compiled or captured
         self.takes_logits_to_keep = model._supports_logits_to_keep()  # which takes time in each pass
         self.cache_argument = cache_argument(model)
-        self.is_compiled = is_compiled(model)
 
     def close(self) -> None:
         """Ends the use of the cache, so that the next call can use its storage."""
@@ -112,22 +111,13 @@ class CachedModel:
             logits = self.extend(torch.cat([tokens, tokens[:, -missing:]], dim=1), lengths, logits_to_keep)
             self.features = None if self.features is None else self.features[:, :-missing]
             return logits[:, :-missing] if logits_to_keep is None else logits
-        if self.cache.rows is not None:
-            tokens, lengths = self.computed(tokens), self.computed(lengths)
-        count = tokens.shape[1]
-        width = self.columns_seen(max(lengths) + count, count)
-        start, is_even = lengths[0], min(lengths) == max(lengths)
-        columns = torch.tensor(lengths)[:, None] + torch.arange(count)
-        places = from_host(torch.stack([columns, self.positions(columns)]), self.device)
-        is_slice = is_even and self.cache.window is None
-        self.cache.place(slice(start, start + count) if is_slice else places[0], width)
-        sees_all = count == 1 and is_slice and self.needs_no_mask_for_one
-        is_prefill = not start and self.cache.is_empty and self.valid is None
-        if self.reads_2d_masks or is_prefill or sees_all:
-            mask = None  # no column is hidden, and the attention function is causal by itself
-        else:
-            valid = None if self.valid is None else self.computed(self.valid)[:, None]
-            allowed = masks.visible_up_to(places[0], width, valid)
+        tokens, lengths, mask = self.computed(tokens), self.computed(lengths), None
+        count, is_prefill = tokens.shape[1], self.valid is None and not (lengths[0] or self.cache.storage)
+        places, width = self._place(lengths, torch.arange(count))
+        sees_all = count == 1 and self.cache.placement is None and self.needs_no_mask_for_one
+        # Without a mask no column is hidden, and the attention function is causal by itself.
+        if not (self.reads_2d_masks or is_prefill or sees_all):
+            allowed = masks.visible_up_to(places[0], width, self.computed(self.valid))
             mask = self.mask(allowed, places[0], torch.arange(width, device=self.device))
         return self.forward(tokens, places, mask, logits_to_keep)
 
@@ -139,18 +129,27 @@ class CachedModel:
         """
         tokens, lengths, sees = self.computed(tokens), self.computed(lengths), self.computed(sees)
         rows, count = tokens.shape
+        depths = sees.sum(dim=2) - 1
+        places, width = self._place(lengths, depths)
+        columns, first = places[0], places[0, :, :1]
+        allowed = masks.visible_up_to(first.expand(-1, count), width, self.computed(self.valid))
+        allowed.scatter_(2, columns[:, None].expand(-1, count, -1), from_host(sees, self.device))
+        positions = first + from_host(depths, self.device)
+        of_columns = torch.arange(width, device=self.device).repeat(rows, 1).scatter_(1, columns, positions)
+        return self.forward(tokens, places, self.mask(allowed, positions, of_columns[:, None]))
+
+    def _place(self, lengths: list[int], depths: torch.LongTensor) -> tuple[torch.LongTensor, int]:
+        """
+        Places new tokens after so many columns of each row, `depths` positions after the first of them. Returns their
+        columns and positions `(2, computed_rows, new_tokens)` and how many columns the pass sees.
+        """
+        count, starts = depths.shape[-1], torch.tensor(lengths)[:, None]
         width = self.columns_seen(max(lengths) + count, count)
-        starts = torch.tensor(lengths)[:, None]
-        columns, positions = starts + torch.arange(count), starts + sees.sum(dim=2) - 1
-        places = from_host(torch.stack([columns, self.positions(positions)]), self.device)
+        places = torch.stack([starts + torch.arange(count), self.positions(starts + depths)])
+        places = from_host(places, self.device)
         is_slice = min(lengths) == max(lengths) and self.cache.window is None
         self.cache.place(slice(lengths[0], lengths[0] + count) if is_slice else places[0], width)
-        valid = None if self.valid is None else self.computed(self.valid)[:, None]
-        allowed = masks.visible_up_to(places[0, :, :1].expand(-1, count), width, valid)
-        allowed.scatter_(2, places[0][:, None].expand(-1, count, -1), from_host(sees, self.device))
-        positions = from_host(positions, self.device)
-        of_columns = torch.arange(width, device=self.device).repeat(rows, 1).scatter_(1, places[0], positions)
-        return self.forward(tokens, places, self.mask(allowed, positions, of_columns[:, None]))
+        return places, width
 
     def of_one_row(self) -> "CachedModel":
         """Returns the same model with an empty cache, to read the text of a row that is to join these rows."""
@@ -256,10 +255,8 @@ class CachedModel:
         return self.takes_logits_to_keep
 
     def _call(self, inputs: dict):
-        if self.is_compiled:
-            with uncompiled(self.model):
-                return self.view(**inputs)
-        return self.view(**inputs)
+        with uncompiled(self.model):
+            return self.view(**inputs)
 
     def of_all_rows(self, of_computed: torch.Tensor) -> torch.Tensor:
         """Returns a tensor of all rows, with zeros for rows left out, for a tensor of the computed rows."""

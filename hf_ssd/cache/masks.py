@@ -11,13 +11,13 @@ ALIGNMENT = 8  # elements; CUDA kernels copy a mask in every layer unless its ro
 
 def visible_up_to(last_columns: torch.LongTensor, width: int, valid: torch.BoolTensor | None = None):
     """
-    Lets each query see all of `width` columns up to its last column `(batch_size, queries)`. `valid`, of shape
-    `(batch_size, 1 or queries, columns)`, is `False` where a column holds padding; later columns are valid.
+    Lets each query see all of `width` columns up to its last column `(batch_size, queries)`. `valid` `(batch_size,
+    columns)` is `False` where a column holds padding; later columns are valid.
     """
     allowed = torch.arange(width, device=last_columns.device) <= last_columns[:, :, None]
     if valid is not None:
-        known = min(valid.shape[2], width)
-        allowed[:, :, :known] &= valid[:, :, :known]
+        known = min(valid.shape[1], width)
+        allowed[:, :, :known] &= valid[:, None, :known]
         # A query that is padding sees itself: a softmax over no columns would give NaN.
         allowed.scatter_(2, last_columns[:, :, None], True)
     return allowed

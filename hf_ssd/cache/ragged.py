@@ -1,6 +1,8 @@
 """A DynamicCache whose rows advance by different amounts, in storage that is allocated ahead."""
 
 import copy
+import functools
+from collections.abc import Iterator
 
 import torch
 from torch.nn.functional import pad
@@ -21,11 +23,10 @@ class RaggedLayer(DynamicLayer):
     A layer does not refer to its cache. Otherwise the memory of both would be kept until Python collects cycles.
     """
 
-    count: int | None = None  # rows; by default those of the first pass
-
-    def __init__(self):
+    def __init__(self, count: int | None = None):
         super().__init__()
-        self.width = 0
+        self.count = count  # rows; by default those of the first pass
+        self.width = 0  # columns in use
         # The keys by which sparse attention chooses a query's columns, stored as those of one head, without values.
         self.indexer: RaggedLayer | None = None
         self.window: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -59,7 +60,7 @@ class RaggedLayer(DynamicLayer):
     def update_indexer(self, keys: torch.Tensor, placement=None, rows=None) -> torch.Tensor:
         """Writes new keys `(rows, new_tokens, head_dim)` of the indexer, and returns those that are seen."""
         if self.indexer is None:
-            self.indexer = RaggedLayer.of(self.count)
+            self.indexer = RaggedLayer(self.count)
         keys = keys.unsqueeze(1)
         return self.indexer.update(keys, keys[..., :0], placement, rows)[0].squeeze(1)
 
@@ -70,17 +71,10 @@ class RaggedLayer(DynamicLayer):
             self._reserve(width + 1)  # never all columns: torch.compile treats a view of the whole differently
             self.window = self._view(width, rows)
 
-    @classmethod
-    def of(cls, count: int | None) -> "RaggedLayer":
-        """Returns a layer of so many rows."""
-        layer = cls()
-        layer.count = count
-        return layer
-
     def take_row(self, place: int, theirs: "RaggedLayer") -> None:
         """Copies the only row of another layer to a place of this one."""
         if theirs.indexer is not None:
-            self.indexer = self.indexer or RaggedLayer.of(self.count)
+            self.indexer = self.indexer or RaggedLayer(self.count)
             self.indexer.take_row(place, theirs.indexer)
         if not theirs.is_initialized:
             return
@@ -103,12 +97,6 @@ class RaggedLayer(DynamicLayer):
             copied.keys, copied.values = (storage[row, :, :width].clone() for storage in (self.keys, self.values))
             copied.width = width
         return copied
-
-    def move_rows(self, places: list[int], rows: list[int]) -> None:
-        """Copies the rows that stand at the places `rows` to the places `places`."""
-        places, rows = from_host(places, self.device), from_host(rows, self.device)
-        for storage in (self.keys, self.values):
-            storage[places] = storage[rows]
 
     def _view(self, width: int, rows: int | None) -> tuple[torch.Tensor, torch.Tensor]:
         count = len(self.keys) if rows is None else rows
@@ -157,9 +145,9 @@ class RaggedCache(DynamicCache):
         return layers + [layer.indexer for layer in layers if layer.indexer is not None]
 
     @property
-    def is_empty(self) -> bool:
-        """Whether no forward pass has written columns yet."""
-        return not any(isinstance(layer, RaggedLayer) and layer.is_initialized for layer in self.layers)
+    def storage(self) -> list[torch.Tensor]:
+        """The keys and values of all layers, `(rows, heads, capacity, head_dim)`. Empty before the first pass."""
+        return [one for layer in self.ragged if layer.is_initialized for one in (layer.keys, layer.values)]
 
     def place(self, columns: slice | torch.LongTensor, width: int) -> None:
         """
@@ -199,20 +187,17 @@ class RaggedCache(DynamicCache):
     @property
     def bytes_of_a_column(self) -> int:
         """The size of a column of a row."""
-        layers = [layer for layer in self.ragged if layer.is_initialized]
-        sizes = ((one.shape[1] * one.shape[3] * one.itemsize) for layer in layers for one in (layer.keys, layer.values))
-        return sum(sizes)
+        return sum(one[0, :, :1].nbytes for one in self.storage)
 
     @property
     def nbytes(self) -> int:
         """The size of all columns of all rows."""
-        layers = [layer for layer in self.ragged if layer.is_initialized]
-        return sum(one.nbytes for layer in layers for one in (layer.keys, layer.values))
+        return sum(one.nbytes for one in self.storage)
 
     @property
     def capacity(self) -> int:
         """Columns that the storage has."""
-        return max((layer.keys.shape[2] for layer in self.ragged if layer.is_initialized), default=0)
+        return max((one.shape[2] for one in self.storage), default=0)
 
     def have_free_rows(self, count: int) -> None:
         """Lets an empty cache have this many rows, all of which are left out until they are taken."""
@@ -246,9 +231,16 @@ class RaggedCache(DynamicCache):
 
     def _arrange(self, before: list[int], order: list[int]) -> None:
         """Moves rows from the order `before` into the order `order`."""
-        moved = [place for place, row in enumerate(order) if before[place] != row]
-        for layer in self.ragged if moved else ():
-            layer.move_rows(moved, [before.index(order[place]) for place in moved])
+        places = [place for place, row in enumerate(order) if before[place] != row]
+        rows = [before.index(order[place]) for place in places]
+        for one, to, source in self._indexed(places, rows):
+            one[to] = one[source]
+
+    def _indexed(self, *indices: list[int]) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Yields the storage of each layer with these indices on its device, if there are any."""
+        on_device = functools.cache(lambda device: [from_host(one, device) for one in indices])
+        for one in self.storage if indices[0] else ():
+            yield one, *on_device(one.device)
 
     def move_columns(self, moves: list[tuple[int, int, int]]) -> None:
         """
@@ -257,21 +249,15 @@ class RaggedCache(DynamicCache):
         """
         if self.rows is not None:
             moves = [(self.rows.index(row), *columns) for row, *columns in moves if row in self.rows]
-        if not moves:
-            return
-        rows, columns, places = map(list, zip(*moves))
-        for layer in self.ragged:
-            of_rows, of_columns, to = (from_host(one, layer.device) for one in (rows, columns, places))
-            for storage in (layer.keys, layer.values):
-                storage[of_rows, :, to] = storage[of_rows, :, of_columns]
+        for one, rows, columns, places in self._indexed(*map(list, zip(*moves))) if moves else ():
+            one[rows, :, places] = one[rows, :, columns]
 
     def clear_behind(self, rows: list[int], columns: list[int]) -> None:
         """Sets the columns of `rows` to zero from `columns[row]` on. `columns` has an element for every row."""
         order = range(len(columns)) if self.rows is None else self.rows + self.left_out
         for row in rows:
-            for layer in self.ragged:
-                for storage in (layer.keys, layer.values):
-                    storage[order.index(row), :, columns[row] :] = 0
+            for one in self.storage:
+                one[order.index(row), :, columns[row] :] = 0
 
     def set_window(self, width: int | None) -> None:
         """Lets forward passes see the first `width` columns, or the columns in use if `width` is `None`."""
@@ -291,7 +277,7 @@ class RaggedCache(DynamicCache):
 
     def _layer(self, index: int) -> RaggedLayer:
         while len(self.layers) <= index:
-            self.layers.append(RaggedLayer.of(self.count))
+            self.layers.append(RaggedLayer(self.count))
         return self.layers[index]
 
     def _place_and_rows(self) -> tuple[tuple[torch.LongTensor, int] | None, int | None]:

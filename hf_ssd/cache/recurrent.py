@@ -19,6 +19,7 @@ from transformers.utils import logging
 
 from ..devices import from_host
 from .cached_model import CachedModel, is_mamba
+from .compiled import is_compiled
 from .graphs import are_wanted, power_of_two
 from .recurrent_cache import RecurrentCache
 from .row_store import RowStore
@@ -56,7 +57,7 @@ class RecurrentModel(CachedModel):
         **options,
     ):
         super().__init__(model, cache, **options)
-        if self.is_compiled or are_wanted(model, cuda_graphs):  # there is no static storage for states
+        if is_compiled(model) or are_wanted(model, cuda_graphs):  # there is no static storage for states
             name = type(model).__name__
             logger.warning_once(f"{name} has recurrent layers, so its steps run uncompiled and uncaptured.")
         self.of_mamba = {
@@ -117,7 +118,7 @@ class RecurrentModel(CachedModel):
         tokens = inputs["input_ids"].shape[1]
         for layer, (size, limit) in self.of_mamba.items():
             layer.chunk_size = min(size, max(SHORTEST_CHUNK, power_of_two(tokens)))
-            layer.time_step_limit = limit if self.cache.is_empty or self.reads_prompts else (0.0, math.inf)
+            layer.time_step_limit = limit if not self.cache.storage or self.reads_prompts else (0.0, math.inf)
         logits = super().run(inputs, logits_to_keep)
         return logits if branches == 1 else logits.view(-1, branches, logits.shape[-1])
 

@@ -3,7 +3,6 @@
 import torch
 from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 
-from ..devices import from_host
 from .ragged import RaggedCache, RaggedLayer
 
 
@@ -33,9 +32,9 @@ class RecurrentCache(RaggedCache):
             if isinstance(layer, LinearAttentionLayer):
                 kind = RecurrentRaggedLayer if isinstance(layer, DynamicLayer) else LinearAttentionLayer
                 self.layers.append(kind(layer.number_of_states))
-                _copy_states(layer, self.layers[-1])
             else:  # transformers' own class if the layer has no cache
                 self.layers.append(RaggedLayer() if isinstance(layer, DynamicLayer) else type(layer)())
+        _copy_states(theirs, self)
         self.copy_columns(theirs)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
@@ -64,25 +63,14 @@ class RecurrentCache(RaggedCache):
         for (states, index), one in zip(self._places(), new, strict=True):
             states[index] = one
 
-    def copy_between_columns(self, places: list[int], source: list[list[int]], to: list[list[int]]) -> None:
-        """Copies columns within rows: for each row that stands at one of `places`, columns `source` to columns `to`."""
-        for layer in self.ragged:
-            rows, source_columns, columns = from_host([[[p] * len(to[0]) for p in places], source, to], layer.device)
-            for storage in (layer.keys, layer.values):
-                storage[rows, :, columns] = storage[rows, :, source_columns]
-
     def take_row(self, row: int, theirs: RaggedCache) -> None:
-        layers = [] if self.current_states() else zip(self.layers, theirs.layers)
-        for ours, other in layers:
-            if isinstance(ours, LinearAttentionLayer):
-                _copy_states(other, ours)  # passes replace the states themselves
+        if not self.current_states():
+            _copy_states(theirs, self)  # passes replace the states themselves
         super().take_row(row, theirs)
 
     def of_row(self, row: int, width: int) -> RaggedCache:
         copied = super().of_row(row, width)
-        for ours, other in zip(self.layers, copied.layers):
-            if isinstance(ours, LinearAttentionLayer):
-                _copy_states(ours, other)
+        _copy_states(self, copied)
         return copied
 
     @property
@@ -91,18 +79,19 @@ class RecurrentCache(RaggedCache):
 
     def copy_to(self, cache: Cache, length: int) -> Cache:
         super().copy_to(cache, length)
-        for ours, theirs in zip(self.layers, cache.layers):
-            if isinstance(ours, LinearAttentionLayer):
-                _copy_states(ours, theirs)
+        _copy_states(self, cache)
         return cache
 
 
-def _copy_states(source: LinearAttentionLayer, to: LinearAttentionLayer) -> None:
-    for name in vars(LinearAttentionLayer()).keys() - {"record_past"}:
-        value = getattr(source, name)
-        if isinstance(value, dict):
-            value = {key: one.clone() if isinstance(one, torch.Tensor) else one for key, one in value.items()}
-        setattr(to, name, value)
+def _copy_states(source: Cache, to: Cache) -> None:
+    """Copies the states of all recurrent layers from one cache to another one of the same model."""
+    for ours, theirs in zip(source.layers, to.layers):
+        if isinstance(ours, LinearAttentionLayer):
+            for name in vars(LinearAttentionLayer()).keys() - {"record_past"}:
+                value = getattr(ours, name)
+                if isinstance(value, dict):
+                    value = {key: one.clone() if isinstance(one, torch.Tensor) else one for key, one in value.items()}
+                setattr(theirs, name, value)
 
 
 def ragged_copy(theirs: Cache) -> RaggedCache:

@@ -96,9 +96,9 @@ class RecurrentBranches(Branches):
         rows = [row for row in now if chosen[row] >= 0 and self.columns[places[row]][chosen[row]] == forks[row]]
         if not rows or not self.depth:
             return [], None
-        source = [[self.base + depth * self.count + chosen[row] for depth in depths] for row in rows]
-        to = [[forks[row] + depth for depth in depths] for row in rows]
-        decoder.cache.copy_between_columns([now.index(row) for row in rows], source, to)
+        first = {row: self.base + chosen[row] for row in rows}
+        moves = [(row, first[row] + depth * self.count, forks[row] + depth) for row in rows for depth in depths]
+        decoder.cache.move_columns(moves)
         index = from_host([places[row] * self.count + chosen[row] for row in rows], device)
         for depth in depths:
             states = [one[index.to(one.device)] for one in self.states[depth]]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_ssd.cache import masks
-from hf_ssd.cache.ragged import RaggedLayer
+from hf_ssd.cache.ragged import RaggedCache
 
 from ..helpers.stand_in_rounds import generate
 from ..helpers.tiny import VOCAB, padded_batch, tiny_model
@@ -50,15 +50,15 @@ def test_rows_that_end_make_nothing_wait(monkeypatch):
     check_that_rows_end_without_a_wait(monkeypatch)
 
 
-def indexed_on_the_host(self, places, rows):
-    for storage in (self.keys, self.values):
-        storage[places] = storage[rows]
+def indexed_on_the_host(self, *indices):
+    for storage in self.storage:
+        yield storage, *indices
 
 
 @pytest.mark.parametrize(
     "owner, name, mutant",
     [
-        (RaggedLayer, "move_rows", indexed_on_the_host),
+        (RaggedCache, "_indexed", indexed_on_the_host),
         (masks, "visible_up_to", lambda last, width, valid=None: torch.arange(width) <= last[:, :, None]),
     ],
     ids=["an index on the host", "a tensor made on the host"],
