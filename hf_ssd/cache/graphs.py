@@ -60,8 +60,7 @@ class CudaCapture:
         return result, graph.replay
 
 
-CAPTURES: dict[str, Callable] = {"cuda": CudaCapture}
-"""The class that captures passes, for each kind of device."""
+CAPTURES: dict[str, Callable] = {"cuda": CudaCapture}  # by kind of device
 
 
 def are_wanted(model: PreTrainedModel, cuda_graphs: bool | str) -> bool:
@@ -115,7 +114,8 @@ class Graphs:
             if user is not None and user is not cache:
                 return False
             self.user = weakref.ref(cache)
-        first, (rows, room) = cache.layers[0].keys, self._size()
+        first = cache.layers[0].keys
+        rows, _, room, _ = self.storage[0][0].shape if self.storage else (0,) * 4
         if room >= columns and first.data_ptr() == self.storage[0][0].data_ptr():
             return True
         if user is None:
@@ -124,15 +124,14 @@ class Graphs:
         if rows < len(first) or room < columns:
             rows, room = power_of_two(max(rows, len(first))), power_of_two(max(room, columns))
             self.passes.clear()
+            self.storage.clear()
         cache.set_window(None)
         for index, layer in enumerate(cache.layers):
-            if self._size(index) != (rows, room):
+            both = layer.keys, layer.values
+            if index == len(self.storage):
                 with torch.inference_mode(False):
-                    kept = tuple(
-                        now.new_empty(rows, now.shape[1], room, now.shape[3]) for now in (layer.keys, layer.values)
-                    )
-                self.storage[index : index + 1] = [kept]
-            for now, kept in zip((layer.keys, layer.values), self.storage[index]):
+                    self.storage.append(tuple(now.new_empty(rows, now.shape[1], room, now.shape[3]) for now in both))
+            for now, kept in zip(both, self.storage[index]):
                 shared = min(room, now.shape[2])
                 kept.zero_()
                 kept[: len(now), :, :shared] = now[:, :, :shared]
@@ -143,10 +142,6 @@ class Graphs:
         """Lets another cache use the storage. The given cache must not be used any more."""
         if self.user() is cache:
             self.user = lambda: None
-
-    def _size(self, index: int = 0) -> tuple[int, int]:
-        """Returns the rows and columns of a layer's storage."""
-        return (len(self.storage[index][0]), self.storage[index][0].shape[2]) if index < len(self.storage) else (0, 0)
 
 
 _graphs: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[tuple, Graphs]]" = weakref.WeakKeyDictionary()
