@@ -1,7 +1,6 @@
 """Branches of each row, in the same cache as its verified prefix. They grow token by token or in a single pass."""
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
 from ..devices import from_host
 from . import masks
@@ -18,48 +17,28 @@ class Branches:
 
     def __init__(self, decoder: CachedModel, forks: torch.LongTensor, base: int, depth: int):
         forks = decoder.computed(forks)
-        self.decoder = decoder
-        self.base = base
-        self.depth = 0
-        self.count = forks.shape[1]
+        self.decoder, self.base, self.depth, self.count = decoder, base, 0, forks.shape[1]
         branches, depths = (torch.arange(n, device=forks.device) for n in (self.count, depth))
         grown = forks + depths[:, None, None]
         columns = (base + depths[:, None] * self.count + branches)[:, None].expand_as(grown)
         positions = decoder.positions(grown.transpose(0, 1)).transpose(0, 1)
         self.places = from_host(torch.stack([columns, positions], dim=1), decoder.device)
-        # A branch at depth d sees its columns of depth d - 1 and its own new column: the mask is changed as it grows.
-        width, window = decoder.columns_seen(base + depth * self.count, self.count), decoder.layout.window
-        ends = from_host(forks, decoder.device)
-        allowed = masks.visible_up_to(ends - 1, width)
-        self.mask = decoder.mask(allowed, ends, torch.arange(width, device=decoder.device))
-        self.ends = ends
-        self.sliding = None
-        self.hidden = None
-        self.chunks = None
-        if decoder.layout.chunked and width > window:  # the chunks of the columns that each branch sees
-            column = torch.arange(width, device=decoder.device)
-            own = ends[:, :, None] + (column - base).div(self.count, rounding_mode="floor")
-            self.chunks = torch.where(column < base, column, own) // window
-        elif window is not None and width > window:
-            # The column that leaves the window at each depth, or the new column itself, which is shown after that.
-            before = torch.where(depths[:, None, None] < window, grown - window, columns - window * self.count)
-            self.hidden = from_host(torch.where(before < 0, columns, before)[:, :, None, :, None], decoder.device)
-            self.sliding = self.mask["sliding_attention"] if decoder.layout.mixed else self.mask
+        # What each branch sees, and the positions of these columns: `(rows, N, columns)`, for all depths.
+        width = decoder.columns_seen(base + depth * self.count, self.count)
+        self.ends = from_host(forks, decoder.device)
+        self.allowed = masks.visible_up_to(self.ends - 1, width)
+        column = torch.arange(width, device=decoder.device)
+        own = self.ends[:, :, None] + (column - base).div(self.count, rounding_mode="floor")
+        self.of_columns = torch.where(column < base, column, own)
 
     def grow(self, tokens: torch.LongTensor) -> torch.Tensor:
         """Feeds tokens `(batch_size, N)`, and returns raw logits `(batch_size, N, vocab_size)`."""
         start = self.base + self.depth * self.count
         stop = start + self.count
-        if self.sliding is not None:
-            self.sliding.scatter_(3, self.hidden[self.depth], torch.finfo(self.sliding.dtype).min)
-        for mask in {id(one): one for one in tree_leaves(self.mask) if one is not None}.values():
-            mask[:, 0, :, start:stop].diagonal(dim1=-2, dim2=-1).zero_()
-        if self.chunks is not None:
-            full, size = self.mask["full_attention"], self.decoder.layout.window
-            is_other = self.chunks != ((self.ends + self.depth) // size)[:, :, None]
-            self.mask["chunked_attention"] = full.masked_fill(is_other[:, None], torch.finfo(full.dtype).min)
         window, places = self.decoder.cache.window, self.places[self.depth]
-        mask = tree_map(lambda one: one if one is None else one[..., : window or stop], self.mask)
+        self.allowed[:, :, start:stop].diagonal(dim1=-2, dim2=-1).fill_(True)  # each branch sees its new column
+        allowed, of_columns = (one[..., : window or stop] for one in (self.allowed, self.of_columns))
+        mask = self.decoder.mask(allowed, self.ends + self.depth, of_columns)
         self.decoder.cache.place(slice(start, stop) if window is None else places[0], stop)
         self.depth += 1
         return self.decoder.forward(self.decoder.computed(tokens), places, mask)

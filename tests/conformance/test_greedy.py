@@ -45,7 +45,7 @@ def test_branches_that_see_each_other_are_noticed(monkeypatch):
     grow = Branches.grow
 
     def leaky(self, *arguments):
-        self.mask[..., self.base :] = 0
+        self.allowed[..., self.base :] = True
         return grow(self, *arguments)
 
     def acceptance_rate():
