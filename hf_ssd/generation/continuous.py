@@ -27,8 +27,7 @@ from .api import bound_to
 from .checks import check_arguments, check_joining
 from .draft import FaultTolerantDraft
 from .loop import decode, target_cores, where_it_drafts
-from .request import Request
-from .request_maker import RequestMaker
+from .request import Request, make_request
 from .running_rows import Cancelled, RunningRows
 from .target import Target
 from .tokenizers import translation_for
@@ -110,8 +109,8 @@ class ContinuousBatching:
         self.kept_of_draft = KeptPrefixes()  # if it is in this process
         check_supported(model, rows=max_rows, lookahead=widest(config))
         self.translation = translation_for(model, self.resolved, tokenizer, assistant_tokenizer)
-        self.maker = RequestMaker(model, config, self.resolved)
         self.device = devices.of_model(model)
+        self.vocab_size = model.config.get_text_config(decoder=True).vocab_size
         self.rows = RunningRows(max_rows, prefill_chunk, self.device, self._planner)
         self.requests: dict[str, tuple[Request, queue.SimpleQueue]] = {}
         self.numbers, self.is_closing = itertools.count(), False
@@ -184,8 +183,9 @@ class ContinuousBatching:
             if streaming or request.has_ended.is_set():
                 outputs.put(output_of(request_id, request, created))
 
-        self.requests[request_id] = self.maker.request(input_ids, changed, seed, **kwargs), outputs
-        self.rows.waiting.append(self.requests[request_id][0])
+        request = make_request(self.model, self.config, self.resolved.model, input_ids, changed, seed, **kwargs)
+        self.requests[request_id] = request, outputs
+        self.rows.waiting.append(request)
         self.wake.set()
         return request_id
 
@@ -258,7 +258,7 @@ class ContinuousBatching:
         worker, draft = self.worker, self.worker or self.draft_model or self.model
         workers = 1 if worker is None else len(worker.workers)
         length = max(self.rows.lengths)
-        kind = CallKind(self.config, rows, self.maker.vocab_size, None, length, workers, self.resolved.one_pass)
+        kind = CallKind(self.config, rows, self.vocab_size, None, length, workers, self.resolved.one_pass)
         return planner_for(self.model, draft, kind)
 
     def _run(self) -> None:
@@ -282,7 +282,7 @@ class ContinuousBatching:
         with contextlib.closing(target), target.view._optimize_model_for_decode():
             while not self.is_closing and (self.rows.waiting or self.rows.live or self.rows.reading):
                 request = SessionRequest(
-                    self.config, GenerationConfig(), [blank] * self.max_rows, 0, self.maker.vocab_size, self.translation
+                    self.config, GenerationConfig(), [blank] * self.max_rows, 0, self.vocab_size, self.translation
                 )
                 request.forced, request.head = self.rows.forced, self.resolved.fallback
                 request.keep_prefixes, request.kept = self.keep_prefixes, self.kept_of_draft

@@ -1,20 +1,25 @@
-"""Turns the target's logits into the outcome of a round: accepted count and bonus token of each row."""
+"""The rows of a call, or of a request of a running batch: how they are decided, kept and streamed."""
 
 from collections.abc import Callable
 
 import numpy as np
 import torch
 from transformers import LogitsProcessorList
+from transformers.generation.streamers import BaseStreamer
 
+from ..advice import adjustable
 from ..argmax import argmax
+from ..config import COUPLED
 from ..devices import from_host
 from ..distributed.target_ranks import TargetRanks
 from ..logits_processing import STATELESS, are_by_row, has_constraint, process_positions
 from ..noise import Noise
 from ..rounds import FINISHED, Outcome
+from ..stats import SSDStats
 from .recording import StepRecord
 from .sequences import Sequences
 from .settings import Settings
+from .streaming import Stream
 from .verification import Chance, coupled_choices, verify_coupled, verify_greedy, verify_sampled
 
 SLICE_BYTES = 2**28
@@ -27,42 +32,61 @@ def check_drawn(tokens: list[int]) -> None:
         raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0, or sums to 0")
 
 
-class Decider:
-    """Decides on all positions at once, or one by one if a processor may depend on the tokens that it sees."""
+class CallRows:
+    """
+    Rows with the same settings. They are decided at all positions at once, or one by one if a processor may depend on
+    the tokens that it sees. `seed` and `vocab_size` are those of the noise. For `verify_alone` see
+    [`~hf_ssd.generation.target.Target`].
+    """
+
+    join = pause = has_read = False  # only the rows of a running batch do
 
     def __init__(
         self,
         settings: Settings,
         sequences: Sequences,
-        noise: Noise | None,  # if tokens are sampled
-        padding: list[int],  # columns before each row's first token
-        ranks: TargetRanks,
+        seed: int,
+        vocab_size: int,
         verify_alone: Callable[[list[int], int, list[int]], torch.Tensor],
-        on_logits: Callable[[int, list[int], torch.Tensor], None] | None = None,  # see [`RoundStreamer`]
+        ranks: TargetRanks | None = None,
+        streamer: BaseStreamer | None = None,
     ):
-        self.processors = processors = settings.processors
-        self.sequences, self.noise, self.padding = sequences, noise, padding
-        self.ranks, self.verify_alone, self.on_logits = ranks, verify_alone, on_logits
-        self.do_sample = settings.do_sample
-        wants_logits = settings.wants_dict and settings.options.output_logits
+        self.settings, self.processors, self.do_sample = settings, settings.processors, settings.do_sample
+        self.uses_q, self.verify_alone, self.ranks = settings.uses_q, verify_alone, ranks or TargetRanks()
+        self.noise = Noise(seed, vocab_size, settings.config.verification == COUPLED) if self.do_sample else None
+        self.sequences, self.propose = sequences, sequences.propose
+        self.unfinished = sequences.unfinished  # which rows still need tokens
+        self.streams = streamer is not None
+        self.stream = Stream(streamer, sequences) if self.streams else None
+        self.on_logits = getattr(streamer, "on_logits", None)  # see [`RoundStreamer`]
         self.wants_scores = settings.wants_dict and settings.options.output_scores
+        wants_logits = settings.wants_dict and settings.options.output_logits
         self.scores = StepRecord(sequences) if self.wants_scores else None
         self.logits = StepRecord(sequences, torch.float32) if wants_logits else None
-        constrained, unknown = has_constraint(processors), not are_by_row(processors)
-        self.unfinished = sequences.unfinished  # which rows still need tokens
-        self.of_round: tuple = ()  # what `keep` needs of the round that was decided
-        self.unlikely_tokens = 0  # accepted ones that a correct draft would practically never have proposed
+        self.stats = SSDStats(sequences.batch_size, adjustable=adjustable(settings.config, self.uses_q))
+        self.of_round: tuple | None = None  # what `keep` needs of the round that was decided, if it is not kept yet
+        constrained, unknown = has_constraint(self.processors), not are_by_row(self.processors)
         # They are called for a position only when all tokens before it are decided, so that they see the same tokens as
         # in plain generation.
         self.by_step = unknown or constrained
         # All rows keep the same length, so the first rejection ends the round for all of them. An unknown processor may
         # compare rows or keep a state. A constraint must not see tokens after a row's end, which may depend on others.
         self.in_step = unknown or (constrained and not sequences.ends_by_row)
+        # Whether greedy tokens are all that is wanted of logits that nothing processes.
+        wanted = self.wants_scores or wants_logits or self.on_logits is not None
+        self.is_simple = not (self.by_step or self.processors or self.do_sample or wanted)
+
+    def begin(self) -> torch.LongTensor:
+        """Returns what was proposed before the first round: no tokens. See [`Sequences.propose`]."""
+        return self.sequences.ids.new_full((self.sequences.batch_size, 1), -1)
+
+    # ---------------------------------------------------------------- keeping
 
     def keep(self, outcome: Outcome) -> None:
         """Adds the tokens of the outcome to the rows, and finds out which rows have ended."""
-        if not self.by_step:  # otherwise they are kept already
+        if self.of_round is not None:
             self._keep(range(self.sequences.batch_size), outcome.tokens, *self.of_round)
+            self.of_round = None
         self.unfinished = self.sequences.unfinished
 
     def _keep(self, rows, new_tokens: list[list[int]], logits, scores, on_device: torch.LongTensor | None = None):
@@ -79,30 +103,41 @@ class Decider:
         if not self.sequences.simple:  # a time limit, for example, may pass earlier on some ranks
             self.sequences.stops = self.ranks.share_values(self.sequences.stops)
 
+    def report(self, stats: SSDStats) -> None:
+        """Streams the new tokens, once all bookkeeping of a round is done."""
+        if self.stream is not None:
+            self.stream.update(stats)
+
+    def finish(self) -> torch.LongTensor:
+        """Returns the output, and completes the statistics."""
+        sequences = self.sequences
+        if self.stream is not None:
+            self.stream.end()
+        kept = sum(map(sequences.kept, range(sequences.batch_size)))
+        self.stats.generated_tokens = kept - sequences.batch_size * sequences.prompt_length
+        return sequences.finish()
+
+    # ---------------------------------------------------------------- deciding
+
     def decide(self, logits: torch.Tensor, q: torch.Tensor | None, following: torch.LongTensor) -> Outcome:
         """
-        Decides on all positions by the target's logits `(batch_size, lookahead + 1, vocab_size)`. For `following` see
-        [`Sequences.propose`]. A row with NaN logits is verified again token by token, and its logits are replaced.
-        Returns the outcome, valid only on the leader.
+        Decides by the target's logits `(batch_size, lookahead + 1, vocab_size)`. For `following` see
+        [`Sequences.propose`]. Returns the outcome, valid only on the leader.
         """
         if self.by_step:
             return self.decide_by_step(logits, q, following[:, :-1])
         unfinished, scores = self.unfinished, []
         decided = self._decide(logits, following, q, scores).to(following.device)
         accepted, bonus, unlikely, unsound = decided.tolist()  # a single copy, so a single wait
-        there = decided[1] if self.ranks.size == 1 else None
-        again = [row for row, is_unsound in enumerate(unsound) if is_unsound and unfinished[row]]
-        if again and following.shape[1] > 1:
-            there = None
-            for row, (tokens, unlikely[row]) in self._decide_alone(again, q, following, logits, scores).items():
-                accepted[row], bonus[row] = len(tokens) - 1, tokens[-1]
+        if following.shape[1] > 1 and any(is_bad and goes_on for is_bad, goes_on in zip(unsound, unfinished)):
+            return self.decide_by_step(logits, q, following[:, :-1])
         if self.do_sample:
             check_drawn([token for token, goes_on in zip(bonus, unfinished) if goes_on])
-            self.unlikely_tokens += sum(count for count, goes_on in zip(unlikely, unfinished) if goes_on)
+            self.stats.unlikely_tokens += sum(count for count, goes_on in zip(unlikely, unfinished) if goes_on)
         accepted = [k if goes_on else FINISHED for k, goes_on in zip(accepted, unfinished)]
         # The processed scores (positions, vocab_size) of each row, if they are wanted, and the bonus tokens on the
-        # device (batch_size,), unless a row was verified again or there are several ranks.
-        self.of_round = logits, scores, there
+        # device (batch_size,), unless there are several ranks.
+        self.of_round = logits, scores, decided[1] if self.ranks.size == 1 else None
         return Outcome.of(self.sequences.proposed, accepted, bonus)
 
     def choices(self, logits: torch.Tensor, depths: np.ndarray) -> list[list[int]]:
@@ -122,7 +157,7 @@ class Decider:
         scores = warpers(None, logits.to(ids.device, torch.float32).flatten(0, 1)).view_as(logits)
         if not self.do_sample:
             return argmax(scores).tolist()
-        starts = [self.sequences.lengths[row] - 1 - self.padding[row] for row in rows]
+        starts = [self.sequences.lengths[row] - 1 - self.sequences.padding[row] for row in rows]
         chance = Chance(self.noise, *from_host([list(rows), starts], ids.device))
         noise = chance.of_draws(torch.arange(depths.max() + 1, device=ids.device)[None])
         index = from_host(torch.from_numpy(depths), ids.device)
@@ -156,7 +191,7 @@ class Decider:
         are those of all rows before the round, of which `depth` drafted tokens are decided already.
         """
         if self.do_sample:
-            starts = [lengths[row] - 1 - self.padding[row] for row in rows]
+            starts = [lengths[row] - 1 - self.sequences.padding[row] for row in rows]
             chance = Chance(self.noise, *from_host([list(rows), starts], scores.device), depth)
             if self.noise.coupled:
                 return torch.stack(verify_coupled(scores, drafted, chance))
@@ -164,50 +199,21 @@ class Decider:
         accepted, bonus = verify_greedy(scores, drafted)
         return torch.stack([accepted, bonus, torch.zeros_like(accepted)])
 
-    def _decide_alone(self, rows, q, following, logits, scores) -> dict[int, tuple[list[int], int]]:
-        """
-        Verifies rows token by token, as plain generation feeds them. A drafted token is fed only after it was accepted,
-        so no other drafted token reaches the logits, and each is accepted or rejected by the same rule as in other
-        rows: whether a row needs this depends on its drafted tokens, and a different rule would be a bias. A row ends
-        before logits that are NaN: they follow from its own tokens.
-
-        Returns the new tokens of each row, and how many of them are unlikely. Replaces the rows in `logits` and
-        `scores`.
-        """
-        lengths, going, found = list(self.sequences.lengths), rows, {row: ([], 0) for row in rows}
-        for place in range(following.shape[1]):
-            alone = self.verify_alone(rows, place, lengths)
-            if place:
-                going = self._sound(going, alone[:, 0])
-            if not going:
-                break
-            logits[going, place] = alone[going, 0]
-            tokens, unlikely, processed = self._next_tokens(
-                alone[going], q, following[:, :-1], place, self.sequences.ids, lengths, going, self.sequences.lengths
-            )
-            for i, row in enumerate(going):
-                found[row] = [*found[row][0], tokens[i]], found[row][1] + unlikely[i]
-                if self.wants_scores:
-                    scores[row][place] = processed[i, 0]
-            proposed = following[going, place].tolist()
-            going = [row for row, token, drafted in zip(going, tokens, proposed) if token == drafted >= 0]
-            for row in going:
-                lengths[row] += 1
-        return found
-
     def _sound(self, rows: list[int], logits: torch.Tensor) -> list[int]:
         """Returns the rows whose logits `(batch_size, vocab_size)` are not NaN."""
         is_nan = logits[:, 0].isnan().tolist()
         return self.ranks.share_values([row for row in rows if not is_nan[row]])
 
-    def _next_tokens(self, logits, q, drafted, place: int, input_ids, lengths: list[int], rows: list[int], before):
+    def _next_tokens(self, logits, q, drafted, place: int, rows: list[int], before: list[int]):
         """
         Decides on one `place` of some rows, after the last drafted token that of a bonus token, by logits `(len(rows),
         1, vocab_size)`. `before` has the lengths before the round. Returns the tokens, -1 where there is no
         distribution to draw from, and the number of unlikely tokens of each row, which the leader gives to all ranks;
         and the processed scores `(len(rows), 1, vocab_size)`.
         """
-        scores, decided = process_positions(self.processors, logits, input_ids, lengths, rows), None
+        lengths, decided = self.sequences.lengths, None
+        ids = self.sequences.as_in_plain_generation(max(lengths[row] for row in rows))
+        scores = process_positions(self.processors, logits, ids, lengths, rows)
         if self.ranks.is_leader:
             here = drafted[rows, place : place + 1]
             q_here = q[rows, place : place + 1] if q is not None and here.shape[1] else None
@@ -219,8 +225,12 @@ class Decider:
 
     def decide_by_step(self, logits: torch.Tensor, q: torch.Tensor | None, drafted: torch.LongTensor) -> Outcome:
         """
-        Decides on the positions in order, as long as rows accept their drafted tokens, keeps the tokens, and returns
-        the outcome.
+        Decides on the positions in order, as long as rows accept their drafted tokens, and keeps the tokens.
+
+        A row with NaN logits is fed again token by token, as plain generation feeds it. A drafted token is fed only
+        after it was accepted, so no other drafted token reaches the logits, and each is accepted or rejected by the
+        same rule as in other rows: whether a row needs this depends on its drafted tokens, and a different rule would
+        be a bias. A row ends before logits that are NaN: they follow from its own tokens.
         """
         sequences, before, proposed = self.sequences, self.sequences.lengths, self.sequences.proposed
         gained: list[list[int]] = [[] for _ in proposed]
@@ -231,9 +241,8 @@ class Decider:
         for place in range(logits.shape[1]):
             # 1. Choose the next token of each row that goes on.
             here = logits[going, place : place + 1]
-            ids = sequences.as_in_plain_generation(max(sequences.lengths[row] for row in going))
-            tokens, unlikely, scores = self._next_tokens(here, q, drafted, place, ids, sequences.lengths, going, before)
-            self.unlikely_tokens += sum(unlikely)
+            tokens, unlikely, scores = self._next_tokens(here, q, drafted, place, going, before)
+            self.stats.unlikely_tokens += sum(unlikely)
             if self.do_sample:
                 check_drawn(tokens)
 

@@ -9,7 +9,6 @@ drafted, and whether ahead, in turn with the target, or not at all.
 """
 
 import contextlib
-import copy
 import dataclasses
 import time
 
@@ -35,11 +34,11 @@ from ..planning.experience import CallKind
 from ..planning.planner import asks_for_half, planner_for
 from ..rounds import RoundRecord
 from ..stats import SSDDecoderOnlyOutput
-from .call_rows import CallRows
 from .checks import check_generation
+from .deciding import CallRows
 from .draft import FaultTolerantDraft
 from .proposers.forced import forced_by
-from .sequences import Sequences, prompts_without_padding
+from .sequences import Sequences
 from .settings import Settings
 from .target import Target
 from .trees import config_for_trees, verify_tree, widest
@@ -76,11 +75,11 @@ def speculative_speculative_decoding(
     ranks = worker.ranks if worker is not None else TargetRanks()
     ssd_config = config_for_trees(ssd_config, model, settings.uses_q, worker)
     settings = dataclasses.replace(settings, config=ssd_config)
-    of_the_draft = copy.copy(generation_config)
-    of_the_draft.max_length = settings.max_length
-    prompts = prompts_without_padding(input_ids, model_kwargs.get("attention_mask"))
+    sequences = Sequences(input_ids, settings, model_kwargs.get("attention_mask"))
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
-    request = SessionRequest(ssd_config, of_the_draft, prompts, 0, vocab_size, translation, head=resolved.fallback)
+    request = SessionRequest(
+        ssd_config, settings.of_the_draft, sequences.prompts, 0, vocab_size, translation, head=resolved.fallback
+    )
     request.forced = forced_by(settings.processors)
     if settings.do_sample:  # greedy calls draw nothing
         request.seed = seed_of_call(request, int(torch.randint(2**31, ())), resolved.reads is not None)
@@ -94,10 +93,8 @@ def speculative_speculative_decoding(
         kind, request.has_half = dataclasses.replace(kind, has_half=True), True
         cores = TargetCores(worker.cores.half.target)
     planner = planner_for(model, worker or draft_model or model, kind)
-    sequences = Sequences(input_ids, settings)
     target = Target(model, ssd_config, sequences, resolved.reads)
-    padding = [length - len(prompt) for prompt in prompts]
-    rows = CallRows(settings, sequences, request.seed, vocab_size, padding, target.verify_alone, ranks, streamer)
+    rows = CallRows(settings, sequences, request.seed, vocab_size, target.verify_alone, ranks, streamer)
     with ranks.one_call():
         draft = FaultTolerantDraft(worker, draft_model, request, planner, input_ids.device, ranks, cores)
         with contextlib.closing(draft), contextlib.closing(draft):  # again, in case of an interrupt

@@ -1,35 +1,42 @@
-"""A request of a running batch."""
+"""Requests of a running batch, as transformers' own `generate()` prepares a call."""
 
 import contextlib
 import threading
 from collections.abc import Callable
 
 import torch
-from transformers import GenerationConfig
+from transformers import PreTrainedModel
 
+from .. import devices
 from ..cache.joining import JoiningRow
-from .call_rows import CallRows
+from ..config import SSDConfig
+from .api import SSDGenerationMixin, move_stop_strings
+from .checks import check_generation, check_row
+from .deciding import CallRows
+from .sequences import Sequences
+from .settings import Settings
 from .target import Target
 
 
 class Request:
     """
-    A row that is to join a running batch: its prompt without padding, the settings and seed that its draft gets, and a
-    function that makes its [`CallRows`] of one row once its place is known. `on_change` is called in the thread that
-    decodes, after each round that gave it tokens and when it has ended.
+    A row that is to join a running batch: its rows, its prompt without padding, and the settings and the seed that its
+    draft gets. `on_change` is called in the thread that decodes, after each round that gave it tokens and when it has
+    ended.
     """
 
     def __init__(
         self,
-        prompt: list[int],
-        padding: int,
-        options: GenerationConfig,
+        settings: Settings,
+        sequences: Sequences,
         seed: int,
-        rows: Callable[[Callable], CallRows],
-        on_change: Callable[["Request"], None] = lambda request: None,
+        vocab_size: int,
+        streamer,
+        on_change: Callable[["Request"], None],
     ):
-        self.prompt, self.padding, self.options, self.seed, self.on_change = prompt, padding, options, seed, on_change
-        self.rows = rows(self._verify_alone)
+        self.rows = CallRows(settings, sequences, seed, vocab_size, self._verify_alone, streamer=streamer)
+        self.prompt, self.padding = sequences.prompts[0].tolist(), sequences.padding[0]
+        self.options, self.seed, self.on_change = settings.of_the_draft, seed, on_change
         self.target: Target | None = None  # once it has a place
         self.row = -1
         self.read = 0  # tokens of the prompt that the target has read
@@ -71,3 +78,36 @@ class Request:
         of_all = list(self.target.rows.lengths)
         of_all[self.row] = lengths[0]
         return self.target.verify_alone([self.row], place, of_all)[self.row : self.row + 1]
+
+
+def make_request(
+    model: PreTrainedModel,
+    config: SSDConfig,
+    draft,
+    input_ids,
+    on_change,
+    seed: int | None = None,
+    streamer=None,
+    **kwargs,
+) -> Request:
+    """
+    Returns a request for a running batch with these settings, whose `draft` is in this process, if it is a model. For
+    the other arguments see [`~continuous.ContinuousBatching.add_request`].
+    """
+    ids = torch.as_tensor(input_ids, device=devices.of_model(model))
+    ids = ids[None] if ids.dim() == 1 else ids
+    move_stop_strings(model, kwargs)
+    options = {"ssd_config": None} if isinstance(model, SSDGenerationMixin) else {}
+
+    def made(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs) -> Request:
+        """A decoding method in the form that `generate(custom_generate=...)` calls, which decodes nothing yet."""
+        settings = Settings(logits_processor, stopping_criteria, generation_config, config)
+        check_generation(model, input_ids, settings, model_kwargs, draft)
+        check_row(model, input_ids, settings, model_kwargs)
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        drawn = int(torch.randint(2**31, (), generator=generator)) if settings.do_sample else 0  # as in a call
+        sequences = Sequences(input_ids, settings, model_kwargs.get("attention_mask"))
+        vocab_size = model.config.get_text_config(decoder=True).vocab_size
+        return Request(settings, sequences, drawn, vocab_size, streamer, on_change)
+
+    return model.generate(inputs=ids, custom_generate=made, streamer=streamer, **options, **kwargs)

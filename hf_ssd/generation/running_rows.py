@@ -118,7 +118,7 @@ class RunningRows:
                     request.rows.keep(Outcome([outcome.tokens[row]]))
 
     def choices(self, logits: torch.Tensor, depths: np.ndarray) -> list[list[int]]:
-        """See [`Decider.choices`]. Rows without a request choose nothing."""
+        """See [`CallRows.choices`]. Rows without a request choose nothing."""
         none = [[0] * logits.shape[1]]
         parts = [slice(row, row + 1) for row in range(self.count)]
         live = [self.live.get(row) for row in range(self.count)]

@@ -16,9 +16,14 @@ BY_ROW = (*BY_COUNTING, StopStringCriteria, MaxTimeCriteria)
 class Sequences:
     """Token ids of each row, with room to grow, and the length at which plain generation would have stopped."""
 
-    def __init__(self, input_ids: torch.LongTensor, settings: Settings):
+    def __init__(self, input_ids: torch.LongTensor, settings: Settings, attention_mask: torch.Tensor | None = None):
         stopping_criteria, self.pad_token, self.max_length = settings.criteria, settings.pad_token, settings.max_length
         self.batch_size, self.prompt_length = input_ids.shape
+        self.prompts = list(input_ids)  # without padding; the last token is always kept
+        if attention_mask is not None:
+            kept = kept_columns(attention_mask, self.prompt_length)
+            self.prompts = [row[of_row] for row, of_row in zip(input_ids, kept)]
+        self.padding = [self.prompt_length - len(prompt) for prompt in self.prompts]
         self.ids = torch.full((self.batch_size, self.prompt_length + 256), self.pad_token, device=input_ids.device)
         self.ids[:, : self.prompt_length] = input_ids
         self.last = input_ids[:, -1]  # the last token of each row
@@ -165,13 +170,6 @@ class Sequences:
         for row, length in enumerate(kept):
             result[row, length:] = self.pad_token
         return result
-
-
-def prompts_without_padding(input_ids: torch.LongTensor, attention_mask) -> list[torch.LongTensor]:
-    """Returns the tokens of each row that its attention mask keeps; the last token is always kept."""
-    if attention_mask is None:
-        return list(input_ids)
-    return [row[kept] for row, kept in zip(input_ids, kept_columns(attention_mask, input_ids.shape[1]))]
 
 
 def kept_columns(attention_mask: torch.Tensor, length: int) -> torch.BoolTensor:

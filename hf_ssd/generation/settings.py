@@ -1,5 +1,6 @@
 """The settings that all rows of a call have in common."""
 
+import copy
 import math
 import time
 from dataclasses import dataclass
@@ -45,6 +46,13 @@ class Settings:
         """The length at which all rows stop, or `None` if they need not."""
         limits = [int(criteria.max_length) for criteria in self.criteria if type(criteria) is MaxLengthCriteria]
         return min(limits, default=None)
+
+    @property
+    def of_the_draft(self) -> GenerationConfig:
+        """The options as the draft gets them, with the length at which rows stop."""
+        options = copy.copy(self.options)
+        options.max_length = self.max_length
+        return options
 
     @property
     def pad_token(self) -> int:

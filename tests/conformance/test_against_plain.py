@@ -290,12 +290,12 @@ def no_constraints(monkeypatch):
 def rows_by_themselves(monkeypatch):
     """A row goes on although another, which a processor may look at, has rejected."""
 
-    def init(self, *args):
-        made(self, *args)
+    def init(self, *args, **options):
+        made(self, *args, **options)
         self.in_step = False
 
-    made = deciding.Decider.__init__
-    monkeypatch.setattr(deciding.Decider, "__init__", init)
+    made = deciding.CallRows.__init__
+    monkeypatch.setattr(deciding.CallRows, "__init__", init)
 
 
 def cache_as_rounds_left_it(monkeypatch):

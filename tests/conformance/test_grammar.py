@@ -94,7 +94,7 @@ def test_a_matcher_that_is_not_rolled_back_is_noticed(monkeypatch):
 
 
 def test_rows_are_decided_at_all_positions_at_once(pair, monkeypatch):
-    monkeypatch.setattr(deciding.Decider, "decide_by_step", None)
+    monkeypatch.setattr(deciding.CallRows, "decide_by_step", None)
     stats = as_plain(*pair, padded_batch(3))
     assert any(len({*accepted}) > 1 for accepted in stats.column("accepted"))  # no row waits for another
 

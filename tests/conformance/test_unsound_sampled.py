@@ -8,7 +8,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import hf_ssd
 from hf_ssd.cache.trial import check_supported
-from hf_ssd.generation.deciding import Decider
+from hf_ssd.generation.deciding import CallRows
 from hf_ssd.generation.target import Target
 
 from ..helpers.sampled_strings import PROMPT, ROWS, SMALL, exact_probabilities, p_value, power
@@ -113,25 +113,24 @@ def test_strings_have_the_targets_distribution_by_step(name, fed_again):
     assert fed_again.count(0) > 8 and fed_again.count(1) > 2
 
 
-def without_the_rule(self, rows, q, following, logits, scores):
+def without_the_rule(self, logits, q, drafted, by_step=CallRows.decide_by_step):
     """Draws the next token, as if no token had been drafted."""
-    lengths, drafted = self.sequences.lengths, following[:, :0]
-    alone = self.verify_alone(rows, 0, lengths)
-    tokens, unlikely, _ = self._next_tokens(alone[rows], None, drafted, 0, self.sequences.ids, lengths, rows, lengths)
-    return {row: ([token], count) for row, token, count in zip(rows, tokens, unlikely)}
+    q = q.clone()
+    q[logits[..., 0].isnan().any(dim=1)] = 0  # no token is drawn with this probability
+    return by_step(self, logits, q, drafted)
 
 
 @pytest.mark.parametrize("lookahead, value, ends, calls", [CASES[1], CASES[3]])
 def test_rows_without_the_rule_are_noticed(lookahead, value, ends, calls, monkeypatch):
     """The mutant: a row that is verified alone draws from p, though its drafted tokens are the reason."""
-    monkeypatch.setattr(Decider, "_decide_alone", without_the_rule)
+    monkeypatch.setattr(CallRows, "decide_by_step", without_the_rule)
     assert found(power, pair(VALUES[value], ends), lookahead=lookahead, ends=ends, calls=calls) > 0.99
 
 
 @pytest.mark.slow
 def test_rows_that_stop_at_the_first_token_are_noticed(monkeypatch):
     """The mutant: the rule is applied to the first token alone, so the second depends on whether a later one is bad."""
-    monkeypatch.setattr(Decider, "_sound", lambda *_: [])
+    monkeypatch.setattr(CallRows, "_sound", lambda *_: [])
     assert found(power, pair(ends=True), **MANY) > 0.99
 
 

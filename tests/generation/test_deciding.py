@@ -14,12 +14,10 @@ from transformers.generation.logits_process import (
 )
 
 import hf_ssd
-from hf_ssd.distributed.target_ranks import TargetRanks
 from hf_ssd.generation import deciding
-from hf_ssd.generation.deciding import Decider
+from hf_ssd.generation.deciding import CallRows
 from hf_ssd.generation.sequences import Sequences
 from hf_ssd.generation.settings import Settings
-from hf_ssd.noise import Noise
 
 ROWS, LOOKAHEAD, VOCAB = 24, 3, 101
 PROMPTS = torch.randint(0, VOCAB, (ROWS, 7), generator=torch.Generator().manual_seed(0))
@@ -72,11 +70,11 @@ def decide(name, do_sample, rows_at_a_time, monkeypatch):
     for row in range(ROWS):
         sequences.lengths[row] += row % 4  # what stands there is the padding
     following = sequences.propose(drafted.tolist())
-    decider = Decider(settings, sequences, Noise(1, VOCAB) if do_sample else None, [0] * ROWS, TargetRanks(), None)
+    rows = CallRows(settings, sequences, 1, VOCAB, None)
     logits = logits.bfloat16()
     with Largest() as largest:
-        outcome = decider.decide(logits, q, following)
-    _, scores, _ = decider.of_round
+        outcome = rows.decide(logits, q, following)
+    _, scores, _ = rows.of_round
     return outcome, torch.stack(scores), largest.bytes / size
 
 

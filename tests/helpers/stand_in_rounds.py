@@ -13,7 +13,7 @@ from hf_ssd.cache.branches import Branches
 from hf_ssd.distributed.draft_server import DraftServer
 from hf_ssd.drafting.speculator import Speculator
 from hf_ssd.generation import loop
-from hf_ssd.generation.deciding import Decider
+from hf_ssd.generation.deciding import CallRows
 from hf_ssd.generation.draft import FaultTolerantDraft
 from hf_ssd.generation.sequences import Sequences
 
@@ -85,7 +85,7 @@ def _mark_phases(monkeypatch, gpu: StandInGPU) -> None:
 
         monkeypatch.setattr(owner, name, marked)
 
-    mark(Decider, "decide", "target: decide")
+    mark(CallRows, "decide", "target: decide")
     mark(FaultTolerantDraft, "send_outcome", "target: send outcome", "target: bookkeeping")
     mark(FaultTolerantDraft, "receive_speculation", "target: receive")
     mark(Sequences, "propose", "target: feed")
