@@ -17,21 +17,17 @@ from ..cache.kept_prefixes import AUTO, KeptPrefixes
 from ..cache.support import without_wrapper
 from ..cache.trial import check_supported
 from ..config import COUPLED, SSDConfig
-from ..distributed.sessions import SessionRequest
-from ..distributed.target_ranks import TargetRanks
 from ..drafting.resolver import ResolvedDraft
-from ..planning.experience import CallKind
-from ..planning.planner import planner_for
 from ..stats import SSDDecoderOnlyOutput
 from .api import bound_to
 from .checks import check_arguments, check_joining
 from .draft import FaultTolerantDraft
-from .loop import decode, target_cores, where_it_drafts
+from .loop import Pair, decode
 from .request import Request, make_request
 from .running_rows import Cancelled, RunningRows
 from .target import Target
 from .tokenizers import translation_for
-from .trees import config_for_trees, widest
+from .trees import widest
 
 LOOK = 0.5  # seconds between two looks whether the thread that decodes is alive
 END_TIMEOUT = 60.0  # seconds for that thread to reach its next round
@@ -94,23 +90,17 @@ class ContinuousBatching:
             tokenizer = tokenizer or tokenizers.get("tokenizer")
             assistant_tokenizer = assistant_tokenizer or tokenizers.get("assistant_tokenizer")
         config = SSDConfig.from_dict(ssd_config) if isinstance(ssd_config, dict) else ssd_config or SSDConfig()
-        self.resolved = check_arguments(model, assistant_model, config, synced_gpus=None)
+        resolved = check_arguments(model, assistant_model, config, synced_gpus=None)
         check_joining(model)
         config = dataclasses.replace(config, verification=COUPLED, cuda_graphs=False)
-        if config.lookahead == 0:
-            self.resolved = ResolvedDraft()
-        if not self.resolved.takes_worker:
-            config = dataclasses.replace(config, asynchronous=False)
-        self.worker, self.draft_model = where_it_drafts(self.resolved, config.asynchronous)
-        config = config_for_trees(config, model, False, self.worker)
-        self.config, self.max_rows = config, max_rows
-        # A head needs the hidden states of all tokens, which nobody keeps.
-        self.keep_prefixes = 0 if self.resolved.reads else AUTO if keep_prefixes == "auto" else keep_prefixes
-        self.kept_of_draft = KeptPrefixes()  # if it is in this process
+        resolved = resolved if config.lookahead else ResolvedDraft()
         check_supported(model, rows=max_rows, lookahead=widest(config))
-        self.translation = translation_for(model, self.resolved, tokenizer, assistant_tokenizer)
+        self.translation = translation_for(model, resolved, tokenizer, assistant_tokenizer)
+        self.pair, self.max_rows = Pair(model, resolved, config, uses_q=False), max_rows
+        # A head needs the hidden states of all tokens, which nobody keeps.
+        self.keep_prefixes = 0 if resolved.reads else AUTO if keep_prefixes == "auto" else keep_prefixes
+        self.kept_of_draft = KeptPrefixes()  # if it is in this process
         self.device = devices.of_model(model)
-        self.vocab_size = model.config.get_text_config(decoder=True).vocab_size
         self.rows = RunningRows(max_rows, prefill_chunk, self.device, self._planner)
         self.requests: dict[str, tuple[Request, queue.SimpleQueue]] = {}
         self.numbers, self.is_closing = itertools.count(), False
@@ -183,7 +173,7 @@ class ContinuousBatching:
             if streaming or request.has_ended.is_set():
                 outputs.put(output_of(request_id, request, created))
 
-        request = make_request(self.model, self.config, self.resolved.model, input_ids, changed, seed, **kwargs)
+        request = make_request(self.pair, input_ids, changed, seed, **kwargs)
         self.requests[request_id] = request, outputs
         self.rows.waiting.append(request)
         self.wake.set()
@@ -255,11 +245,7 @@ class ContinuousBatching:
     # ---------------------------------------------------------------- the thread that decodes
 
     def _planner(self, rows: int):
-        worker, draft = self.worker, self.worker or self.draft_model or self.model
-        workers = 1 if worker is None else len(worker.workers)
-        length = max(self.rows.lengths)
-        kind = CallKind(self.config, rows, self.vocab_size, None, length, workers, self.resolved.one_pass)
-        return planner_for(self.model, draft, kind)
+        return self.pair.planner(self.pair.kind(rows, max(self.rows.lengths)))
 
     def _run(self) -> None:
         while not self.is_closing:
@@ -275,22 +261,18 @@ class ContinuousBatching:
 
     def _decode(self) -> None:
         """Decodes until no request is left, with a draft that is replaced when it has failed."""
+        pair, blank = self.pair, torch.zeros(0, dtype=torch.long)
         self.rows.kept.begin(self.model, self.keep_prefixes)
-        target = Target(self.model, self.config, self.rows, self.resolved.reads)
-        target.begin(self.max_rows, self.resolved.width)
-        blank = torch.zeros(0, dtype=torch.long)
+        target = Target(self.model, pair.config, self.rows, pair.resolved.reads)
+        target.begin(self.max_rows, pair.resolved.width)
         with contextlib.closing(target), target.view._optimize_model_for_decode():
             while not self.is_closing and (self.rows.waiting or self.rows.live or self.rows.reading):
-                request = SessionRequest(
-                    self.config, GenerationConfig(), [blank] * self.max_rows, 0, self.vocab_size, self.translation
-                )
-                request.forced, request.head = self.rows.forced, self.resolved.fallback
+                request = pair.request(GenerationConfig(), [blank] * self.max_rows, self.translation)
+                request.forced = self.rows.forced
                 request.keep_prefixes, request.kept = self.keep_prefixes, self.kept_of_draft
-                cores = target_cores(self.worker, self.model)
                 planner, self.rows.planned_rows = self._planner(1), 0
-                arguments = self.worker, self.draft_model, request, planner, self.device, TargetRanks(), cores
-                draft = FaultTolerantDraft(*arguments)
-                with contextlib.closing(draft):
+                arguments = pair.worker, pair.draft, request, planner, self.device, pair.ranks, pair.cores()
+                with contextlib.closing(FaultTolerantDraft(*arguments)) as draft:
                     draft.open(0.0)
                     self.rows.resume(draft)
                     decode(target, self.rows, draft, None, time.perf_counter())

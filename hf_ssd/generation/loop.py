@@ -44,6 +44,46 @@ from .target import Target
 from .trees import config_for_trees, verify_tree, widest
 
 
+class Pair:
+    """
+    A target and the draft of its calls: where the draft runs, as a `worker`, as a model in this process, or both, and
+    the settings that are left. A worker is started here. `uses_q` says that tokens are accepted by their distributions.
+    """
+
+    def __init__(self, model: PreTrainedModel, resolved: ResolvedDraft, config: SSDConfig, uses_q: bool):
+        self.model, self.resolved = model, resolved
+        self.vocab_size = model.config.get_text_config(decoder=True).vocab_size
+        config = config if resolved.takes_worker else dataclasses.replace(config, asynchronous=False)
+        self.worker: DraftAssistant | None = resolved.assistant
+        self.draft = resolved.model
+        if resolved.path is not None:
+            self.worker = assistant_for(resolved.path, resolved.info)
+        elif self.draft is not None:
+            check_supported(self.draft, drafts=True)
+            if config.asynchronous:
+                self.worker = assistant_for(self.draft, resolved.info)
+                self.draft = None if is_compiled(self.draft) else self.draft
+        self.config = config_for_trees(config, model, uses_q, self.worker)
+        self.ranks = TargetRanks() if self.worker is None else self.worker.ranks
+
+    def request(self, options: GenerationConfig, prompts: list, translation: Translation | None) -> SessionRequest:
+        fallback = self.resolved.fallback
+        return SessionRequest(self.config, options, prompts, 0, self.vocab_size, translation, head=fallback)
+
+    def kind(self, rows: int, length: int, temperature: float | None = None) -> CallKind:
+        workers = 1 if self.worker is None else len(self.worker.workers)
+        return CallKind(self.config, rows, self.vocab_size, temperature, length, workers, self.resolved.one_pass)
+
+    def planner(self, kind: CallKind):
+        return planner_for(self.model, self.worker or self.draft or self.model, kind)
+
+    def cores(self) -> TargetCores:
+        """Returns the cores that the target has while its draft works, if both are on the CPU."""
+        divided = self.worker is not None and self.worker.cores is not None
+        divided = divided and devices.of_model(self.model).type == "cpu"
+        return TargetCores(self.worker.cores.target if divided else None)
+
+
 def speculative_speculative_decoding(
     model,
     input_ids: torch.LongTensor,
@@ -64,39 +104,27 @@ def speculative_speculative_decoding(
     `generate()` would, or an [`SSDDecoderOnlyOutput`].
     """
     settings = Settings(logits_processor, stopping_criteria, generation_config, ssd_config, is_bound)
-    if ssd_config.lookahead == 0:
-        resolved = ResolvedDraft()  # nobody is asked
+    resolved = resolved if ssd_config.lookahead else ResolvedDraft()  # nobody is asked
     check_generation(model, input_ids, settings, model_kwargs, resolved.model)
     check_supported(model, rows=len(input_ids), lookahead=widest(ssd_config))
-    if not resolved.takes_worker:
-        ssd_config = dataclasses.replace(ssd_config, asynchronous=False)
-        settings = dataclasses.replace(settings, config=ssd_config)
-    worker, draft_model = where_it_drafts(resolved, ssd_config.asynchronous)
-    ranks = worker.ranks if worker is not None else TargetRanks()
-    ssd_config = config_for_trees(ssd_config, model, settings.uses_q, worker)
-    settings = dataclasses.replace(settings, config=ssd_config)
+    pair = Pair(model, resolved, ssd_config, settings.uses_q)
+    settings = dataclasses.replace(settings, config=pair.config)
     sequences = Sequences(input_ids, settings, model_kwargs.get("attention_mask"))
-    vocab_size = model.config.get_text_config(decoder=True).vocab_size
-    request = SessionRequest(
-        ssd_config, settings.of_the_draft, sequences.prompts, 0, vocab_size, translation, head=resolved.fallback
-    )
+    request = pair.request(settings.of_the_draft, sequences.prompts, translation)
     request.forced = forced_by(settings.processors)
     if settings.do_sample:  # greedy calls draw nothing
         request.seed = seed_of_call(request, int(torch.randint(2**31, ())), resolved.reads is not None)
-    start = time.perf_counter()
-    count, length = input_ids.shape
-    temperature = generation_config.temperature if settings.do_sample else None
-    workers = 1 if worker is None else len(worker.workers)
-    kind = CallKind(ssd_config, count, vocab_size, temperature, length, workers, resolved.one_pass)
-    cores = target_cores(worker, model)
+    start, worker = time.perf_counter(), pair.worker
+    kind = pair.kind(*input_ids.shape, generation_config.temperature if settings.do_sample else None)
+    cores = pair.cores()
     if cores.share is not None and worker.cores.half is not None and asks_for_half(model, worker, kind):
         kind, request.has_half = dataclasses.replace(kind, has_half=True), True
         cores = TargetCores(worker.cores.half.target)
-    planner = planner_for(model, worker or draft_model or model, kind)
-    target = Target(model, ssd_config, sequences, resolved.reads)
-    rows = CallRows(settings, sequences, request.seed, vocab_size, target.verify_alone, ranks, streamer)
+    planner, ranks = pair.planner(kind), pair.ranks
+    target = Target(model, pair.config, sequences, resolved.reads)
+    rows = CallRows(settings, sequences, request.seed, pair.vocab_size, target.verify_alone, ranks, streamer)
     with ranks.one_call():
-        draft = FaultTolerantDraft(worker, draft_model, request, planner, input_ids.device, ranks, cores)
+        draft = FaultTolerantDraft(worker, pair.draft, request, planner, input_ids.device, ranks, cores)
         with contextlib.closing(draft), contextlib.closing(draft):  # again, in case of an interrupt
             draft.open(settings.patience)
             # 1. Prefill, while the draft does the same and prepares the likely first tokens.
@@ -119,26 +147,6 @@ def speculative_speculative_decoding(
         ssd_stats=stats,
         **{CACHE: target.theirs},
     )
-
-
-def where_it_drafts(
-    resolved: ResolvedDraft, asynchronous: bool
-) -> tuple[DraftAssistant | None, PreTrainedModel | None]:
-    """Returns the draft in its own process, which is started here, and the draft as a model to run in this process."""
-    worker, draft_model = resolved.assistant, resolved.model
-    if resolved.path is not None:
-        worker = assistant_for(resolved.path, resolved.info)
-    elif draft_model is not None:
-        check_supported(draft_model, drafts=True)
-        worker = assistant_for(draft_model, resolved.info) if asynchronous else None
-        draft_model = None if worker is not None and is_compiled(draft_model) else draft_model
-    return worker, draft_model
-
-
-def target_cores(worker: DraftAssistant | None, model: PreTrainedModel) -> TargetCores:
-    """Returns the cores that the target has while its draft works, if both are on the CPU."""
-    divided = worker is not None and worker.cores is not None and devices.of_model(model).type == "cpu"
-    return TargetCores(worker.cores.target if divided else None)
 
 
 def decode(target: Target, rows, draft: FaultTolerantDraft, logits: torch.Tensor | None, start: float) -> None:

@@ -5,14 +5,13 @@ import threading
 from collections.abc import Callable
 
 import torch
-from transformers import PreTrainedModel
 
 from .. import devices
 from ..cache.joining import JoiningRow
-from ..config import SSDConfig
 from .api import SSDGenerationMixin, move_stop_strings
 from .checks import check_generation, check_row
 from .deciding import CallRows
+from .loop import Pair
 from .sequences import Sequences
 from .settings import Settings
 from .target import Target
@@ -80,20 +79,9 @@ class Request:
         return self.target.verify_alone([self.row], place, of_all)[self.row : self.row + 1]
 
 
-def make_request(
-    model: PreTrainedModel,
-    config: SSDConfig,
-    draft,
-    input_ids,
-    on_change,
-    seed: int | None = None,
-    streamer=None,
-    **kwargs,
-) -> Request:
-    """
-    Returns a request for a running batch with these settings, whose `draft` is in this process, if it is a model. For
-    the other arguments see [`~continuous.ContinuousBatching.add_request`].
-    """
+def make_request(pair: Pair, input_ids, on_change, seed: int | None = None, streamer=None, **kwargs) -> Request:
+    """Returns a request of this pair. For the arguments see [`~continuous.ContinuousBatching.add_request`]."""
+    model = pair.model
     ids = torch.as_tensor(input_ids, device=devices.of_model(model))
     ids = ids[None] if ids.dim() == 1 else ids
     move_stop_strings(model, kwargs)
@@ -101,13 +89,12 @@ def make_request(
 
     def made(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs) -> Request:
         """A decoding method in the form that `generate(custom_generate=...)` calls, which decodes nothing yet."""
-        settings = Settings(logits_processor, stopping_criteria, generation_config, config)
-        check_generation(model, input_ids, settings, model_kwargs, draft)
+        settings = Settings(logits_processor, stopping_criteria, generation_config, pair.config)
+        check_generation(model, input_ids, settings, model_kwargs, pair.resolved.model)
         check_row(model, input_ids, settings, model_kwargs)
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         drawn = int(torch.randint(2**31, (), generator=generator)) if settings.do_sample else 0  # as in a call
         sequences = Sequences(input_ids, settings, model_kwargs.get("attention_mask"))
-        vocab_size = model.config.get_text_config(decoder=True).vocab_size
-        return Request(settings, sequences, drawn, vocab_size, streamer, on_change)
+        return Request(settings, sequences, drawn, pair.vocab_size, streamer, on_change)
 
     return model.generate(inputs=ids, custom_generate=made, streamer=streamer, **options, **kwargs)
