@@ -167,7 +167,7 @@ def enable(
         inner.__class__ = _enabled_class(type(inner))
     _bound.pop(inner, None)
     if assistant_model is not None or ssd_config is not None:
-        config = _settings(ssd_config or SSDConfig())
+        config = settings_of(ssd_config or SSDConfig())
         resolved = check_arguments(inner, assistant_model, config, synced_gpus=None)
         tokenizers = {"tokenizer": tokenizer, "assistant_tokenizer": assistant_tokenizer}
         tokenizers = {name: one for name, one in tokenizers.items() if one is not None}
@@ -203,10 +203,10 @@ def bound_to(model: PreTrainedModel) -> tuple:
 
 def _takes_no_draft(ssd_config) -> bool:
     """Whether the settings name a drafter that takes no draft model."""
-    return getattr(_settings(ssd_config), "drafter", None) in WITHOUT_DRAFT
+    return getattr(settings_of(ssd_config), "drafter", None) in WITHOUT_DRAFT
 
 
-def _settings(ssd_config: SSDConfig | dict) -> SSDConfig:
+def settings_of(ssd_config: SSDConfig | dict | None) -> SSDConfig | None:
     return SSDConfig.from_dict(ssd_config) if isinstance(ssd_config, dict) else ssd_config
 
 
@@ -225,7 +225,7 @@ def _blank_model(kind: type) -> PreTrainedModel:
 
 def _generate(plain, model, assistant_model, ssd_config, streamer=None, synced_gpus=None, is_bound=False, **kwargs):
     warn_if_untested()
-    ssd_config = _settings(ssd_config)
+    ssd_config = settings_of(ssd_config)
     check_assisted_options(model, kwargs.get("generation_config"), kwargs)
     resolved = check_arguments(model, assistant_model, ssd_config, synced_gpus)
     translation = translation_for(model, resolved, kwargs.get("tokenizer"), kwargs.pop("assistant_tokenizer", None))

@@ -128,13 +128,7 @@ def check_assisted_options(model, generation_config: GenerationConfig | None, kw
             )
 
 
-def check_generation(
-    model,
-    input_ids,
-    settings: Settings,
-    model_kwargs: dict,
-    draft: PreTrainedModel | None,
-) -> None:
+def check_generation(model, input_ids, settings: Settings, model_kwargs: dict, draft: PreTrainedModel | None) -> None:
     """
     Raises `ValueError` if an option or input that transformers has prepared cannot be combined with `ssd_config`.
     `draft` is the draft as a model in this process, if it is one.

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
+import math
 import queue
 import threading
 import time
@@ -19,7 +20,7 @@ from ..cache.trial import check_supported
 from ..config import COUPLED, SSDConfig
 from ..drafting.resolver import ResolvedDraft
 from ..stats import SSDDecoderOnlyOutput
-from .api import bound_to
+from .api import bound_to, settings_of
 from .checks import check_arguments, check_joining
 from .draft import FaultTolerantDraft
 from .loop import Pair, decode
@@ -89,7 +90,7 @@ class ContinuousBatching:
             assistant_model, ssd_config, tokenizers = bound_to(model)
             tokenizer = tokenizer or tokenizers.get("tokenizer")
             assistant_tokenizer = assistant_tokenizer or tokenizers.get("assistant_tokenizer")
-        config = SSDConfig.from_dict(ssd_config) if isinstance(ssd_config, dict) else ssd_config or SSDConfig()
+        config = settings_of(ssd_config) or SSDConfig()
         resolved = check_arguments(model, assistant_model, config, synced_gpus=None)
         check_joining(model)
         config = dataclasses.replace(config, verification=COUPLED, cuda_graphs=False)
@@ -134,12 +135,7 @@ class ContinuousBatching:
         self.stop()
 
     def add_request(
-        self,
-        input_ids,
-        request_id: str | None = None,
-        streaming: bool = False,
-        seed: int | None = None,
-        **kwargs,
+        self, input_ids, request_id: str | None = None, streaming: bool = False, seed: int | None = None, **kwargs
     ) -> str:
         """
         Lets a request join, and returns its id at once.
@@ -193,18 +189,17 @@ class ContinuousBatching:
     def get_result(self, request_id: str, timeout: float | None = None) -> GenerationOutput | None:
         """Returns the next output of a request, `None` if there is none within `timeout` seconds."""
         outputs = self.requests[request_id][1]
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
         while True:
-            left = LOOK if deadline is None else min(LOOK, max(0.0, deadline - time.monotonic()))
             with contextlib.suppress(queue.Empty):
-                output = outputs.get(timeout=left)
+                output = outputs.get(timeout=min(LOOK, max(0.0, deadline - time.monotonic())))
                 if output.is_finished():
                     self.requests.pop(request_id, None)
                 return output
-            if deadline is not None and time.monotonic() >= deadline:
+            if time.monotonic() >= deadline:
                 return None
-            if not self.thread.is_alive() and outputs.empty():
-                raise RuntimeError("The thread that decodes has ended.")
+            if outputs.empty():
+                self._check_thread()
 
     def request_id_iter(self, request_id: str) -> Iterator[GenerationOutput]:
         """Yields the outputs of a request until it has ended, each with all tokens that were generated so far."""
@@ -228,14 +223,15 @@ class ContinuousBatching:
         """
         request = self.requests[request_id][0]
         if not request.has_ended.wait(timeout):
-            if not self.thread.is_alive():
-                raise RuntimeError("The thread that decodes has ended.")
+            self._check_thread()
             return None
         if request.error is not None:
             raise request.error
-        if not request.rows.settings.wants_dict:
-            return request.output
-        return SSDDecoderOnlyOutput(sequences=request.output, ssd_stats=request.rows.stats)
+        return request.rows.output(request.output)
+
+    def _check_thread(self) -> None:
+        if not self.thread.is_alive():
+            raise RuntimeError("The thread that decodes has ended.")
 
     def forget(self, request_id: str) -> None:
         """Ends a request, if it has not ended, and keeps nothing of it."""

@@ -15,7 +15,7 @@ from ..distributed.target_ranks import TargetRanks
 from ..logits_processing import STATELESS, are_by_row, has_constraint, process_positions
 from ..noise import Noise
 from ..rounds import FINISHED, Outcome
-from ..stats import SSDStats
+from ..stats import SSDDecoderOnlyOutput, SSDStats
 from .recording import StepRecord
 from .sequences import Sequences
 from .settings import Settings
@@ -47,7 +47,7 @@ class CallRows:
         sequences: Sequences,
         seed: int,
         vocab_size: int,
-        verify_alone: Callable[[list[int], int, list[int]], torch.Tensor],
+        verify_alone: Callable[[list[int], int], torch.Tensor],
         ranks: TargetRanks | None = None,
         streamer: BaseStreamer | None = None,
     ):
@@ -116,6 +116,14 @@ class CallRows:
         kept = sum(map(sequences.kept, range(sequences.batch_size)))
         self.stats.generated_tokens = kept - sequences.batch_size * sequences.prompt_length
         return sequences.finish()
+
+    def output(self, sequences: torch.LongTensor, **cache) -> torch.LongTensor | SSDDecoderOnlyOutput:
+        """Returns what `generate()` would with the output of [`~CallRows.finish`]."""
+        if not self.settings.wants_dict:
+            return sequences
+        steps = {"scores": self.scores, "logits": self.logits}
+        steps = {name: record and record.up_to(sequences.shape[1]) for name, record in steps.items()}
+        return SSDDecoderOnlyOutput(sequences=sequences, ssd_stats=self.stats, **steps, **cache)
 
     # ---------------------------------------------------------------- deciding
 
@@ -237,7 +245,7 @@ class CallRows:
         going = [row for row, unfinished in enumerate(sequences.unfinished) if unfinished]
         unsound = [row for row in going if logits[row, :, 0].isnan().any()] if drafted.shape[1] else []
         if unsound:
-            logits[unsound, :1] = self.verify_alone(unsound, 0, sequences.lengths)[unsound]
+            logits[unsound, :1] = self.verify_alone(unsound, 0)[unsound]
         for place in range(logits.shape[1]):
             # 1. Choose the next token of each row that goes on.
             here = logits[going, place : place + 1]
@@ -259,7 +267,7 @@ class CallRows:
             going = [row for row in alive if gained[row][place] == proposed[row][place]]
             again = [row for row in going if row in unsound]
             if again and not (self.in_step and going != alive):
-                alone = self.verify_alone(unsound, place + 1, sequences.lengths)
+                alone = self.verify_alone(unsound, place + 1)
                 logits[again, place + 1] = alone[again, 0]
                 sound = self._sound(again, alone[:, 0])
                 going = [row for row in going if row in sound or row not in unsound]

@@ -153,16 +153,16 @@ class FaultTolerantDraft:
         if self.lost:
             raise self.lost.pop()
         if self.decides:
-            plan, has_room = self.planner.plan, True
+            plan = self.planner.plan
             for text, tokens in zip(self.texts, outcome.tokens):
                 text += tokens
-            if self.session is not None and self.positions is not None:
-                has_room = max(map(len, self.texts)) < self.positions
-            if not has_room:
+            knows_limit = self.session is not None and self.positions is not None
+            is_full = knows_limit and max(map(len, self.texts)) >= self.positions
+            if is_full:
                 logger.warning_once(f"The draft has {self.positions} positions; what is longer is decoded plainly.")
             # A worker that is about to be replaced by a session in this process is not asked any more.
             is_right = self.is_local or self.model is None or plan.mode == AHEAD
-            self.is_asked = self.session is not None and plan.mode != PLAIN and is_right and has_room
+            self.is_asked = self.session is not None and plan.mode != PLAIN and is_right and not is_full
             if self.is_asked and self.is_local:
                 plan = dataclasses.replace(plan, mode=IN_TURN, budget=0)
             proposed = self.proposers.take_in(outcome.tokens, plan, self.is_asked)
@@ -235,11 +235,11 @@ class FaultTolerantDraft:
                 return torch.zeros(1, device=self.device).expand(shape)
         return self.proposers.distributions(self.verified, q, self.device)
 
-    def finish(self, device: torch.device, sampled: bool) -> None:
+    def finish(self, sampled: bool) -> None:
         """Gives all ranks the leader's `failure` and `joined_at` and, if tokens were sampled, its random state."""
         self.failure, self.joined_at = self.ranks.share_values([self.failure, self.joined_at])
         if sampled:
-            self.ranks.share_random_state(device)
+            self.ranks.share_random_state(self.device)
 
     def close(self) -> None:
         """

@@ -33,7 +33,6 @@ from ..drafting.vocabulary import Translation
 from ..planning.experience import CallKind
 from ..planning.planner import asks_for_half, planner_for
 from ..rounds import RoundRecord
-from ..stats import SSDDecoderOnlyOutput
 from .checks import check_generation
 from .deciding import CallRows
 from .draft import FaultTolerantDraft
@@ -132,21 +131,13 @@ def speculative_speculative_decoding(
             # transformers' context changes how experts are computed.
             with contextlib.closing(target), target.view._optimize_model_for_decode():
                 decode(target, rows, draft, logits, start)
-                draft.finish(input_ids.device, settings.do_sample)
+                draft.finish(settings.do_sample)
                 output, stats = rows.finish(), rows.stats
                 stats.total_seconds = time.perf_counter() - start
                 stats.draft_failure, stats.draft_joined_at = draft.failure, draft.joined_at
                 stats.reason = planner.reason_of(stats.records)
                 target.give_cache(output)
-    if not settings.wants_dict:
-        return output
-    return SSDDecoderOnlyOutput(
-        sequences=output,
-        scores=rows.scores.up_to(output.shape[1]) if rows.scores else None,
-        logits=rows.logits.up_to(output.shape[1]) if rows.logits else None,
-        ssd_stats=stats,
-        **{CACHE: target.theirs},
-    )
+    return rows.output(output, **{CACHE: target.theirs})
 
 
 def decode(target: Target, rows, draft: FaultTolerantDraft, logits: torch.Tensor | None, start: float) -> None:

@@ -73,10 +73,8 @@ class Request:
         with contextlib.suppress(Exception):
             self.on_change(self)
 
-    def _verify_alone(self, rows: list[int], place: int, lengths: list[int]) -> torch.Tensor:
-        of_all = list(self.target.rows.lengths)
-        of_all[self.row] = lengths[0]
-        return self.target.verify_alone([self.row], place, of_all)[self.row : self.row + 1]
+    def _verify_alone(self, rows: list[int], place: int) -> torch.Tensor:
+        return self.target.verify_alone([self.row], place)[self.row : self.row + 1]
 
 
 def make_request(pair: Pair, input_ids, on_change, seed: int | None = None, streamer=None, **kwargs) -> Request:

@@ -165,11 +165,7 @@ class Sequences:
 
     def finish(self) -> torch.LongTensor:
         """Returns the output of shape `(batch_size, final length)`, rows that stopped earlier padded on the right."""
-        kept = [self.kept(row) for row in range(self.batch_size)]
-        result = self.ids[:, : max(kept)].clone()
-        for row, length in enumerate(kept):
-            result[row, length:] = self.pad_token
-        return result
+        return self.as_in_plain_generation(self.final_length).clone()
 
 
 def kept_columns(attention_mask: torch.Tensor, length: int) -> torch.BoolTensor:

@@ -5,13 +5,7 @@ import math
 import time
 from dataclasses import dataclass
 
-from transformers import (
-    GenerationConfig,
-    LogitsProcessorList,
-    MaxLengthCriteria,
-    MaxTimeCriteria,
-    StoppingCriteriaList,
-)
+from transformers import GenerationConfig, LogitsProcessorList, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList
 
 from ..config import SSDConfig
 

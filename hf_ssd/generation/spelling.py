@@ -50,10 +50,11 @@ class Encoder:
         example with a blank before it, or if the text ends within a character, the longest tokens that fit are
         returned, and bytes that the tokenizer lacks are left out.
         """
-        readable = [text for text in texts if _is_utf8(text)]
+        strings = {text: text.decode(errors="ignore") for text in texts}
+        readable = {text: string for text, string in strings.items() if string.encode() == text}
         written = {}
         if readable:
-            strings = [text.decode() for text in readable]
+            strings = list(readable.values())
             ids = self.tokenizer(strings, add_special_tokens=False, return_attention_mask=False)["input_ids"]
             written = dict(zip(readable, ids))
         return [self._best(text, [i for i in written.get(text, []) if i in self.spelled]) for text in texts]
@@ -135,11 +136,3 @@ def _byte_of_letter() -> dict[str, int]:
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     return {letter: byte for byte, letter in bytes_to_unicode().items()}
-
-
-def _is_utf8(text: bytes) -> bool:
-    try:
-        text.decode()
-    except UnicodeDecodeError:
-        return False
-    return True

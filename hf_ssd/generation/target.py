@@ -134,15 +134,16 @@ class Target:
         """Keeps the hidden states of the tokens that are verified."""
         self.states.add(self.decoder.features, outcome.accepted)
 
-    def verify_alone(self, rows: list[int], place: int, lengths: list[int]) -> torch.Tensor:
+    def verify_alone(self, rows: list[int], place: int) -> torch.Tensor:
         """
-        Feeds a token of each of these rows again, without the drafted tokens after it, and clears the columns there. A
+        Feeds the last token of these rows again, without the drafted tokens after it, and clears the columns there. A
         drafted token whose keys or values are NaN also corrupts earlier positions: its column is masked, but 0 * NaN is
         NaN. The other rows keep their drafted tokens, also if a compiled pass feeds several tokens.
 
-        `lengths` are those of the rows with the token to feed, all of whose tokens are verified; the pass of the round
-        fed `place` drafted tokens before it. Returns raw logits `(batch_size, 1, vocab_size)`.
+        The pass of the round fed `place` drafted tokens before it, which are verified. Returns raw logits
+        `(batch_size, 1, vocab_size)`.
         """
+        lengths = self.rows.lengths
         starts = [length - 1 + before for length, before in zip(lengths, self.columns_before_ids)]
         self.decoder.cache.clear_behind(rows, starts)
         ids, count = self.rows.ids, self.decoder.fewest_tokens

@@ -1,5 +1,6 @@
 """Compares the tokens of target and draft, and translates between them if they differ."""
 
+import filecmp
 import os
 import weakref
 from pathlib import Path
@@ -112,10 +113,8 @@ def translation_between(tokenizer, assistant_tokenizer, size: int, draft_size: i
 
 def _are_one_file(*folders: str) -> bool:
     """Whether these folders have the same tokenizer file; then the tokenizers need not be loaded."""
-    files = [Path(folder) / "tokenizer.json" for folder in folders if folder]
-    return (
-        len(files) == len(folders) and all(map(Path.is_file, files)) and files[0].read_bytes() == files[1].read_bytes()
-    )
+    files = [Path(folder, "tokenizer.json") for folder in folders if folder]
+    return len(files) == 2 and all(map(Path.is_file, files)) and filecmp.cmp(*files, shallow=False)
 
 
 def _tokenizer_of(path: str):
