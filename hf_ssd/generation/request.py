@@ -41,6 +41,7 @@ class Request:
         self.read = 0  # tokens of the prompt that the target has read
         self.known = 0  # of these, whose columns are copies
         self.reader: JoiningRow | None = None
+        self.following: torch.LongTensor | None = None  # what is verified, see [`Sequences.propose`]
         self.output: torch.LongTensor | None = None
         self.error: BaseException | None = None
         self.is_cancelled = False  # set in any thread

@@ -37,8 +37,8 @@ class RunningRows:
         self.reading: dict[int, Request] = {}  # by row, whose prompts are being read
         self.live: dict[int, Request] = {}  # by row, that are decoded
         self.pieces: dict[int, int] = {}  # by row, tokens of the prompt to read in this round
-        self.following: dict[int, torch.LongTensor] = {}  # what each row verifies
-        self.proposed: list[list[int]] = []  # the same, of equal lengths
+        self.verifying: dict[int, Request] = {}  # by row, those of the live ones that the round is about
+        self.proposed: list[list[int]] = []  # what they verify, of equal lengths
         self.stats = SSDStats(count)
         self.has_read = self.is_closing = self.wants_draft = False
         self.planned_rows = 0
@@ -78,32 +78,32 @@ class RunningRows:
 
     def begin(self) -> None:
         """Nothing is proposed for rows that the draft does not know."""
-        self.following = {}
+        self.verifying = {}
 
     def decide(self, logits: torch.Tensor | None, q: None, following: torch.LongTensor | None) -> Outcome:
-        found = self._decide_together(logits, following) if self.following else {}
+        found = self._decide_together(logits, following)
         tokens = [found.get(row, []) for row in range(self.count)]
-        for row, own in list(self.following.items()):
+        for row, request in list(self.verifying.items()):
             if row not in found:
-                with self._blaming(row) as request:
-                    here = slice(row, row + 1)
-                    tokens[row] = request.rows.decide(logits[here, : own.shape[1]], None, own).tokens[0]
+                with self._blaming(row):
+                    own = request.following
+                    tokens[row] = request.rows.decide(logits[row : row + 1, : own.shape[1]], None, own).tokens[0]
         return Outcome(tokens)
 
     def _decide_together(self, logits: torch.Tensor, following: torch.LongTensor) -> dict[int, list[int]]:
         """Returns the new tokens of the greedy rows whose logits nothing processes and are finite."""
-        simple = {row: own.shape[1] for row, own in self.following.items() if self.live[row].rows.is_simple}
+        simple = {row: request for row, request in self.verifying.items() if request.rows.is_simple}
         if len(simple) < 2:
             return {}
         accepted, bonus = verify_greedy(logits, following[:, :-1])
         unsound = logits[..., 0].isnan().any(dim=1)
-        decided = torch.stack([accepted, bonus, unsound.long()]).tolist()  # a single copy
+        accepted, bonus, unsound = torch.stack([accepted, bonus, unsound.long()]).tolist()  # a single copy
         found = {}
-        for row, most in simple.items():
-            k, token, is_unsound = (of_all[row] for of_all in decided)
-            if not is_unsound:  # the row may need fewer tokens than others
-                found[row] = [*self.proposed[row][:k], token][:most]
-                self.live[row].rows.of_round = None, (), None
+        for row, request in simple.items():
+            if not unsound[row]:  # the row may need fewer tokens than others
+                tokens = [*self.proposed[row][: accepted[row]], bonus[row]]
+                found[row] = tokens[: request.following.shape[1]]
+                request.rows.of_round = None, (), None
         return found
 
     def forced(self, row: int, gained: list[int]) -> list[int]:
@@ -112,10 +112,9 @@ class RunningRows:
         return [] if of_request is None else of_request(0, gained)
 
     def keep(self, outcome: Outcome) -> None:
-        for row in list(self.following):
-            if row in self.live:
-                with self._blaming(row) as request:
-                    request.rows.keep(Outcome([outcome.tokens[row]]))
+        for row, request in list(self.verifying.items()):
+            with self._blaming(row):
+                request.rows.keep(Outcome([outcome.tokens[row]]))
 
     def choices(self, logits: torch.Tensor, depths: np.ndarray) -> list[list[int]]:
         """See [`CallRows.choices`]. Rows without a request choose nothing."""
@@ -126,18 +125,17 @@ class RunningRows:
         return [chosen for (chosen,) in of_rows]
 
     def propose(self, tokens: list[list[int]]) -> torch.LongTensor:
-        self.following = {row: request.rows.propose([tokens[row]]) for row, request in self.live.items()}
-        self.proposed = tokens
+        self.verifying, self.proposed = dict(self.live), tokens
+        for row, request in self.verifying.items():
+            request.following = request.rows.propose([tokens[row]])
         return from_host([[*of_row, -1] for of_row in tokens], self.device)
 
     def report(self, stats: SSDStats) -> None:
         """Gives each request its tokens and its part of the record, and ends those that have all tokens."""
         record = stats.records[-1] if stats.records else None
         self.on_round(stats)
-        for row in list(self.following):
-            if row not in self.live:
-                continue
-            with self._blaming(row) as request:
+        for row, request in list(self.verifying.items()):
+            with self._blaming(row):
                 if request.is_cancelled:
                     raise Cancelled("The request was cancelled.")
                 request.rows.stats.records.append(of_row(record, row))
@@ -187,8 +185,8 @@ class RunningRows:
         """Reads the next tokens of prompts, while the draft does the same, and lets rows join whose prompts end."""
         self.has_read = bool(self.pieces)
         for row, piece in list(self.pieces.items()):
-            request = self.reading[row]
-            try:
+            with self._blaming(row):
+                request = self.reading[row]
                 end = request.read + piece
                 is_all = end == len(request.prompt)
                 # The last token is fed in the next round, in which it gives the first token of the answer.
@@ -203,8 +201,6 @@ class RunningRows:
                     target.take_row(row, request.reader, request.padding)
                     self.live[row] = self.reading.pop(row)
                     request.reader = None
-            except Exception as error:
-                self._leave(row).end(error)
         self.pieces = {}
 
     def resume(self, draft: FaultTolerantDraft) -> None:
@@ -253,19 +249,19 @@ class RunningRows:
         if row in self.live and self.kept.most:
             self.kept.add(self.live[row].text[:-1], self.live[row].target.decoder, row)
         request = self.live.pop(row, None) or self.reading.pop(row)
-        self.following.pop(row, None)
+        self.verifying.pop(row, None)
         self.pieces.pop(row, None)
         if self.draft is not None:
             self.draft.leave(row)
         return request
 
     @contextlib.contextmanager
-    def _blaming(self, row: int) -> Iterator[Request]:
+    def _blaming(self, row: int) -> Iterator[None]:
         """A block in which an exception ends the request of this row alone."""
         try:
-            yield self.live[row]
+            yield
         except Exception as error:
-            if row in self.live:
+            if row in self.live or row in self.reading:
                 self._leave(row).end(error)
 
 
