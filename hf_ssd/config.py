@@ -144,6 +144,7 @@ class SSDConfig:
             self.fan_out, self.lookahead, self.budget = list(counts), len(counts) - 1, sum(counts)
         a, r, c, timeout = map(_number, (self.acceptance_rate, self.power_law_exponent, self.saguaro_c, self.timeout))
         longest, has_named_fallback = LONGEST_LOOKAHEAD, isinstance(self.fallback, str)
+        can_propose = any(callable(getattr(self.fallback, name, None)) for name in ("propose", "get_candidates"))
         rules = {
             "fan_out": (isinstance(self.fan_out, list) or self.fan_out in FAN_OUTS, _FAN_OUT),
             "lookahead": (
@@ -157,7 +158,7 @@ class SSDConfig:
             ),
             "saguaro_c": (0 <= c <= 1, "a number between 0 and 1"),
             "verification": (self.verification in VERIFICATIONS, ", ".join(f'"{name}"' for name in VERIFICATIONS)),
-            "fallback": (self.fallback in FALLBACKS if has_named_fallback else _has_propose(self.fallback), _FALLBACK),
+            "fallback": (self.fallback in FALLBACKS if has_named_fallback else can_propose, _FALLBACK),
             "drafter": (self.drafter in DRAFTERS, ", ".join(f'"{name}"' for name in DRAFTERS)),
             "acceptance_rate": (0 < a < 1, "a number between 0 and 1, both excluded"),
             "power_law_exponent": (0 < r < math.inf, "a positive number"),
@@ -265,10 +266,6 @@ def _require(name: str, value, is_allowed: bool, allowed: str) -> None:
 
 def _is_integer(value, low: int, high: float = math.inf) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-
-
-def _has_propose(value) -> bool:
-    return any(callable(getattr(value, name, None)) for name in ("propose", "get_candidates"))
 
 
 def _number(value) -> float:

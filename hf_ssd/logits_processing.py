@@ -57,12 +57,7 @@ def has_constraint(processors: LogitsProcessorList) -> bool:
 def are_by_row(processors: LogitsProcessorList) -> bool:
     """Whether all processors are known to treat each row by itself and to keep no state from one call to the next."""
     known = (*STATELESS, *MINIMUM_LENGTHS, *BY_ROW, PrefixConstrainedLogitsProcessor)
-    return all(type(processor) in known or _takes_positions(processor) for processor in processors)
-
-
-def _takes_positions(processor: LogitsProcessor) -> bool:
-    """Whether a processor takes several positions of each row in one call, and is told which rows they belong to."""
-    return hasattr(processor, "process_positions")
+    return all(type(processor) in known or hasattr(processor, "process_positions") for processor in processors)
 
 
 def needs_history(processors: LogitsProcessorList) -> bool:
@@ -89,7 +84,7 @@ def process_positions(
     ends = torch.tensor([lengths[row] for row in rows])[:, None] + torch.arange(positions)  # on the CPU
     histories = input_ids[from_host(rows, input_ids.device), None, : int(ends.max())].expand(-1, positions, -1)
     for processor in processors:
-        if _takes_positions(processor):
+        if hasattr(processor, "process_positions"):
             scores = processor.process_positions(scores, input_ids, [lengths[row] for row in rows], list(rows))
             continue
         together = _process_together(processor, scores.reshape(-1, vocab_size), histories, ends, rows)

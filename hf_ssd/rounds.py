@@ -214,5 +214,5 @@ def of_row(record: RoundRecord | None, row: int) -> RoundRecord:
     """Returns the part of a round's record that is about a row."""
     if record is None:
         return RoundRecord()
-    lists = ("sources", "ranks", "lengths", "early_alone", "early_beside", "accepted", "turns")
-    return replace(record, **{name: getattr(record, name)[row : row + 1] for name in lists})
+    lists = {name: each[row : row + 1] for name, each in vars(record).items() if isinstance(each, list)}
+    return replace(record, **lists)

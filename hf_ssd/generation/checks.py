@@ -150,8 +150,10 @@ def check_generation(model, input_ids, settings: Settings, model_kwargs: dict, d
             f"`num_beams`, `penalty_alpha`, `constraints` and the like, or {hint}."
         )
     ensemble_weight = getattr(generation_config, "assistant_ensemble_weight", None)
+    of_model = ", which is in the model's own config; pass `use_cache=True` to generate(), or set it in the config"
+    of_model = of_model if model.generation_config.use_cache is False else ""
     refused = {
-        "use_cache=False" + _where_from(model): not generation_config.use_cache,
+        f"use_cache=False{of_model}": not generation_config.use_cache,
         "assistant_ensemble_weight (it changes the output distribution)": ensemble_weight is not None,
         "guidance_scale": generation_config.guidance_scale not in (None, 1),
         "output_attentions": generation_config.output_attentions,
@@ -229,13 +231,6 @@ def check_row(model: PreTrainedModel, input_ids: torch.LongTensor, settings: Set
             f"{type(model).__name__} has a rotary embedding that changes after {changes[1]} tokens, and rows of a "
             f"running batch differ in length; set `max_length={changes[1]}` or less."
         )
-
-
-def _where_from(model) -> str:
-    """Returns the part of the message for a `use_cache=False` in the model's own config, otherwise an empty string."""
-    if model.generation_config.use_cache is not False:
-        return ""
-    return ", which is in the model's own config; pass `use_cache=True` to generate(), or set it in the config"
 
 
 def _have_several_positions(model_kwargs: dict) -> bool:

@@ -13,7 +13,6 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
-from .. import devices
 from ..cache.kept_prefixes import AUTO, KeptPrefixes
 from ..cache.support import without_wrapper
 from ..cache.trial import check_supported
@@ -101,10 +100,9 @@ class ContinuousBatching:
         # A head needs the hidden states of all tokens, which nobody keeps.
         self.keep_prefixes = 0 if resolved.reads else AUTO if keep_prefixes == "auto" else keep_prefixes
         self.kept_of_draft = KeptPrefixes()  # if it is in this process
-        self.device = devices.of_model(model)
-        self.rows = RunningRows(max_rows, prefill_chunk, self.device, self._planner)
+        self.rows = RunningRows(self.pair, max_rows, prefill_chunk)
         self.requests: dict[str, tuple[Request, queue.SimpleQueue]] = {}
-        self.numbers, self.is_closing = itertools.count(), False
+        self.numbers = itertools.count()
         self.wake, self.thread = threading.Event(), None
 
     # ---------------------------------------------------------------- transformers' names
@@ -117,7 +115,6 @@ class ContinuousBatching:
 
     def stop(self, timeout: float = END_TIMEOUT) -> None:
         """Ends all requests with an error, and the thread, waiting up to `timeout` seconds for its next round."""
-        self.is_closing = True
         self.rows.is_closing = True
         self.wake.set()
         if self.thread is not None:
@@ -125,7 +122,7 @@ class ContinuousBatching:
 
     def is_running(self) -> bool:
         """Whether requests are taken."""
-        return self.thread is not None and self.thread.is_alive() and not self.is_closing
+        return self.thread is not None and self.thread.is_alive() and not self.rows.is_closing
 
     def __enter__(self) -> "ContinuousBatching":
         self.start()
@@ -227,7 +224,7 @@ class ContinuousBatching:
             return None
         if request.error is not None:
             raise request.error
-        return request.rows.output(request.output)
+        return request.result(request.output)
 
     def _check_thread(self) -> None:
         if not self.thread.is_alive():
@@ -240,11 +237,8 @@ class ContinuousBatching:
 
     # ---------------------------------------------------------------- the thread that decodes
 
-    def _planner(self, rows: int):
-        return self.pair.planner(self.pair.kind(rows, max(self.rows.lengths)))
-
     def _run(self) -> None:
-        while not self.is_closing:
+        while not self.rows.is_closing:
             self.wake.wait()
             self.wake.clear()
             try:
@@ -262,13 +256,12 @@ class ContinuousBatching:
         target = Target(self.model, pair.config, self.rows, pair.resolved.reads)
         target.begin(self.max_rows, pair.resolved.width)
         with contextlib.closing(target), target.view._optimize_model_for_decode():
-            while not self.is_closing and (self.rows.waiting or self.rows.live or self.rows.reading):
+            while not self.rows.is_closing and (self.rows.waiting or self.rows.live or self.rows.reading):
                 request = pair.request(GenerationConfig(), [blank] * self.max_rows, self.translation)
                 request.forced = self.rows.forced
                 request.keep_prefixes, request.kept = self.keep_prefixes, self.kept_of_draft
-                planner, self.rows.planned_rows = self._planner(1), 0
-                arguments = pair.worker, pair.draft, request, planner, self.device, pair.ranks, pair.cores()
-                with contextlib.closing(FaultTolerantDraft(*arguments)) as draft:
+                arguments = request, self.rows.planner(1), self.rows.device, pair.ranks, pair.cores()
+                with contextlib.closing(FaultTolerantDraft(pair.worker, pair.draft, *arguments)) as draft:
                     draft.open(0.0)
                     self.rows.resume(draft)
                     decode(target, self.rows, draft, None, time.perf_counter())
@@ -276,7 +269,7 @@ class ContinuousBatching:
 
 def output_of(request_id: str, request: Request, created: float) -> GenerationOutput:
     """Returns the tokens of a request that are certain, and its state."""
-    sequences = request.rows.sequences
+    sequences = request.sequences
     end = sequences.kept(0) if request.has_ended.is_set() else sequences.settled(0)
     output = GenerationOutput(request_id, list(request.prompt), created_time=created)
     output.generated_tokens = sequences.ids[0, sequences.prompt_length : end].tolist()

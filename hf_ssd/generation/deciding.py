@@ -1,7 +1,5 @@
 """The rows of a call, or of a request of a running batch: how they are decided, kept and streamed."""
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 from transformers import LogitsProcessorList
@@ -20,6 +18,7 @@ from .recording import StepRecord
 from .sequences import Sequences
 from .settings import Settings
 from .streaming import Stream
+from .target import Target
 from .verification import Chance, coupled_choices, verify_coupled, verify_greedy, verify_sampled
 
 SLICE_BYTES = 2**28
@@ -35,8 +34,7 @@ def check_drawn(tokens: list[int]) -> None:
 class CallRows:
     """
     Rows with the same settings. They are decided at all positions at once, or one by one if a processor may depend on
-    the tokens that it sees. `seed` and `vocab_size` are those of the noise. For `verify_alone` see
-    [`~hf_ssd.generation.target.Target`].
+    the tokens that it sees. `seed` and `vocab_size` are those of the noise.
     """
 
     join = pause = has_read = False  # only the rows of a running batch do
@@ -47,12 +45,12 @@ class CallRows:
         sequences: Sequences,
         seed: int,
         vocab_size: int,
-        verify_alone: Callable[[list[int], int], torch.Tensor],
+        target: Target | None = None,
         ranks: TargetRanks | None = None,
         streamer: BaseStreamer | None = None,
     ):
         self.settings, self.processors, self.do_sample = settings, settings.processors, settings.do_sample
-        self.uses_q, self.verify_alone, self.ranks = settings.uses_q, verify_alone, ranks or TargetRanks()
+        self.uses_q, self.target, self.ranks = settings.uses_q, target, ranks or TargetRanks()
         self.noise = Noise(seed, vocab_size, settings.config.verification == COUPLED) if self.do_sample else None
         self.sequences, self.propose = sequences, sequences.propose
         self.unfinished = sequences.unfinished  # which rows still need tokens
@@ -103,10 +101,10 @@ class CallRows:
         if not self.sequences.simple:  # a time limit, for example, may pass earlier on some ranks
             self.sequences.stops = self.ranks.share_values(self.sequences.stops)
 
-    def report(self, stats: SSDStats) -> None:
+    def report(self) -> None:
         """Streams the new tokens, once all bookkeeping of a round is done."""
         if self.stream is not None:
-            self.stream.update(stats)
+            self.stream.update(self.stats)
 
     def finish(self) -> torch.LongTensor:
         """Returns the output, and completes the statistics."""
@@ -117,7 +115,7 @@ class CallRows:
         self.stats.generated_tokens = kept - sequences.batch_size * sequences.prompt_length
         return sequences.finish()
 
-    def output(self, sequences: torch.LongTensor, **cache) -> torch.LongTensor | SSDDecoderOnlyOutput:
+    def result(self, sequences: torch.LongTensor, **cache) -> torch.LongTensor | SSDDecoderOnlyOutput:
         """Returns what `generate()` would with the output of [`~CallRows.finish`]."""
         if not self.settings.wants_dict:
             return sequences
@@ -206,6 +204,10 @@ class CallRows:
             return torch.stack(verify_sampled(scores, q, drafted, chance))
         accepted, bonus = verify_greedy(scores, drafted)
         return torch.stack([accepted, bonus, torch.zeros_like(accepted)])
+
+    def verify_alone(self, rows: list[int], place: int) -> torch.Tensor:
+        """See [`Target.verify_alone`]."""
+        return self.target.verify_alone(rows, place)
 
     def _sound(self, rows: list[int], logits: torch.Tensor) -> list[int]:
         """Returns the rows whose logits `(batch_size, vocab_size)` are not NaN."""

@@ -121,7 +121,7 @@ def speculative_speculative_decoding(
         cores = TargetCores(worker.cores.half.target)
     planner, ranks = pair.planner(kind), pair.ranks
     target = Target(model, pair.config, sequences, resolved.reads)
-    rows = CallRows(settings, sequences, request.seed, pair.vocab_size, target.verify_alone, ranks, streamer)
+    rows = CallRows(settings, sequences, request.seed, pair.vocab_size, target, ranks, streamer)
     with ranks.one_call():
         draft = FaultTolerantDraft(worker, pair.draft, request, planner, input_ids.device, ranks, cores)
         with contextlib.closing(draft), contextlib.closing(draft):  # again, in case of an interrupt
@@ -137,7 +137,7 @@ def speculative_speculative_decoding(
                 stats.draft_failure, stats.draft_joined_at = draft.failure, draft.joined_at
                 stats.reason = planner.reason_of(stats.records)
                 target.give_cache(output)
-    return rows.output(output, **{CACHE: target.theirs})
+    return rows.result(output, **{CACHE: target.theirs})
 
 
 def decode(target: Target, rows, draft: FaultTolerantDraft, logits: torch.Tensor | None, start: float) -> None:
@@ -171,7 +171,7 @@ def decode(target: Target, rows, draft: FaultTolerantDraft, logits: torch.Tensor
             if len(stats.records) > 1 and draft.decides and not is_new:
                 draft.planner.observe(stats.records[-2], record)
         if rows.streams:
-            rows.report(stats)
+            rows.report()
         if rows.join:
             rows.read(target)
         finished = [not goes_on for goes_on in rows.unfinished]

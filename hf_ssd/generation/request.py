@@ -14,30 +14,22 @@ from .deciding import CallRows
 from .loop import Pair
 from .sequences import Sequences
 from .settings import Settings
-from .target import Target
 
 
-class Request:
+class Request(CallRows):
     """
-    A row that is to join a running batch: its rows, its prompt without padding, and the settings and the seed that its
-    draft gets. `on_change` is called in the thread that decodes, after each round that gave it tokens and when it has
-    ended.
+    A row that is to join a running batch: its prompt without padding, and the options and the seed that its draft gets.
+    `on_change` is called in the thread that decodes, after each round that gave it tokens and when it has ended.
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        sequences: Sequences,
-        seed: int,
-        vocab_size: int,
-        streamer,
-        on_change: Callable[["Request"], None],
+        self, settings: Settings, sequences: Sequences, seed: int, vocab_size: int, streamer, on_change: Callable
     ):
-        self.rows = CallRows(settings, sequences, seed, vocab_size, self._verify_alone, streamer=streamer)
+        super().__init__(settings, sequences, seed, vocab_size, streamer=streamer)
         self.prompt, self.padding = sequences.prompts[0].tolist(), sequences.padding[0]
+        self.text = list(self.prompt)  # and all tokens since; columns of all but the last are in the target's cache
         self.options, self.seed, self.on_change = settings.of_the_draft, seed, on_change
-        self.target: Target | None = None  # once it has a place
-        self.row = -1
+        self.row = -1  # once it has a place, and a `target`
         self.read = 0  # tokens of the prompt that the target has read
         self.known = 0  # of these, whose columns are copies
         self.reader: JoiningRow | None = None
@@ -47,34 +39,23 @@ class Request:
         self.is_cancelled = False  # set in any thread
         self.has_ended = threading.Event()
 
-    @property
-    def length(self) -> int:
-        """Tokens of the row, padding included."""
-        return self.rows.sequences.lengths[0]
-
-    @property
-    def text(self) -> list[int]:
-        """The tokens of the row, without padding. Columns of all but the last are in the target's cache."""
-        sequences = self.rows.sequences
-        return self.prompt + sequences.ids[0, sequences.prompt_length : self.length].tolist()
-
     def end(self, error: BaseException | None = None) -> None:
         """Ends the request with its output, or with an error."""
         if self.has_ended.is_set():
             return
         try:
             if error is None:
-                self.output = self.rows.finish()
+                self.output = self.finish()
             self.error = error
         except Exception as raised:  # by the streamer
             self.error = raised
         # Nothing of it waits until Python collects cycles, least of all the target's cache.
-        self.target = self.reader = self.rows.verify_alone = None
+        self.target = self.reader = None
         self.has_ended.set()
         with contextlib.suppress(Exception):
             self.on_change(self)
 
-    def _verify_alone(self, rows: list[int], place: int) -> torch.Tensor:
+    def verify_alone(self, rows: list[int], place: int) -> torch.Tensor:
         return self.target.verify_alone([self.row], place)[self.row : self.row + 1]
 
 

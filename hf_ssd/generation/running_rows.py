@@ -13,6 +13,7 @@ from ..devices import from_host
 from ..rounds import Outcome, of_row
 from ..stats import SSDStats
 from .draft import FaultTolerantDraft
+from .loop import Pair
 from .proposers.forced import forced_by
 from .request import Request
 from .target import Target
@@ -31,8 +32,9 @@ class RunningRows:
     uses_q = False  # requests that sample are coupled
     join = streams = True
 
-    def __init__(self, count: int, prefill_chunk: int, device: torch.device, planner: Callable[[int], object]):
-        self.count, self.prefill_chunk, self.device, self.planner = count, prefill_chunk, device, planner
+    def __init__(self, pair: Pair, count: int, prefill_chunk: int):
+        self.pair, self.count, self.prefill_chunk = pair, count, prefill_chunk
+        self.device = devices.of_model(pair.model)
         self.waiting: deque[Request] = deque()  # other threads append
         self.reading: dict[int, Request] = {}  # by row, whose prompts are being read
         self.live: dict[int, Request] = {}  # by row, that are decoded
@@ -50,18 +52,18 @@ class RunningRows:
 
     @property
     def lengths(self) -> list[int]:
-        return [self.live[row].length if row in self.live else 1 for row in range(self.count)]
+        return [self.live[row].sequences.lengths[0] if row in self.live else 1 for row in range(self.count)]
 
     @property
     def last(self) -> torch.LongTensor:
-        last = {row: request.rows.sequences.last for row, request in self.live.items()}
+        last = {row: request.sequences.last for row, request in self.live.items()}
         blank = torch.zeros(1, dtype=torch.long, device=self.device)
         return torch.cat([last.get(row, blank) for row in range(self.count)])
 
     @property
     def ids(self) -> torch.LongTensor:
         """All tokens, which are looked at where logits are not finite."""
-        of_rows = {row: request.rows.sequences.ids[0] for row, request in self.live.items()}
+        of_rows = {row: request.sequences.ids[0] for row, request in self.live.items()}
         result = torch.zeros(self.count, max(map(len, of_rows.values())), dtype=torch.long, device=self.device)
         for row, ids in of_rows.items():
             result[row, : len(ids)] = ids
@@ -87,12 +89,12 @@ class RunningRows:
             if row not in found:
                 with self._blaming(row):
                     own = request.following
-                    tokens[row] = request.rows.decide(logits[row : row + 1, : own.shape[1]], None, own).tokens[0]
+                    tokens[row] = request.decide(logits[row : row + 1, : own.shape[1]], None, own).tokens[0]
         return Outcome(tokens)
 
     def _decide_together(self, logits: torch.Tensor, following: torch.LongTensor) -> dict[int, list[int]]:
         """Returns the new tokens of the greedy rows whose logits nothing processes and are finite."""
-        simple = {row: request for row, request in self.verifying.items() if request.rows.is_simple}
+        simple = {row: request for row, request in self.verifying.items() if request.is_simple}
         if len(simple) < 2:
             return {}
         accepted, bonus = verify_greedy(logits, following[:, :-1])
@@ -103,49 +105,55 @@ class RunningRows:
             if not unsound[row]:  # the row may need fewer tokens than others
                 tokens = [*self.proposed[row][: accepted[row]], bonus[row]]
                 found[row] = tokens[: request.following.shape[1]]
-                request.rows.of_round = None, (), None
+                request.of_round = None, (), None
         return found
 
     def forced(self, row: int, gained: list[int]) -> list[int]:
         """Returns the tokens that the grammar of a request forces after these. See [`~proposers.forced.forced_by`]."""
-        of_request = forced_by(self.live[row].rows.processors)
+        of_request = forced_by(self.live[row].processors)
         return [] if of_request is None else of_request(0, gained)
 
     def keep(self, outcome: Outcome) -> None:
         for row, request in list(self.verifying.items()):
             with self._blaming(row):
-                request.rows.keep(Outcome([outcome.tokens[row]]))
+                request.text += outcome.tokens[row]
+                request.keep(Outcome([outcome.tokens[row]]))
 
     def choices(self, logits: torch.Tensor, depths: np.ndarray) -> list[list[int]]:
         """See [`CallRows.choices`]. Rows without a request choose nothing."""
         none = [[0] * logits.shape[1]]
         parts = [slice(row, row + 1) for row in range(self.count)]
         live = [self.live.get(row) for row in range(self.count)]
-        of_rows = [one.rows.choices(logits[part], depths[part]) if one else none for one, part in zip(live, parts)]
+        of_rows = [one.choices(logits[part], depths[part]) if one else none for one, part in zip(live, parts)]
         return [chosen for (chosen,) in of_rows]
 
     def propose(self, tokens: list[list[int]]) -> torch.LongTensor:
         self.verifying, self.proposed = dict(self.live), tokens
         for row, request in self.verifying.items():
-            request.following = request.rows.propose([tokens[row]])
+            request.following = request.propose([tokens[row]])
         return from_host([[*of_row, -1] for of_row in tokens], self.device)
 
-    def report(self, stats: SSDStats) -> None:
+    def report(self) -> None:
         """Gives each request its tokens and its part of the record, and ends those that have all tokens."""
-        record = stats.records[-1] if stats.records else None
-        self.on_round(stats)
+        record = self.stats.records[-1] if self.stats.records else None
+        self.on_round(self.stats)
         for row, request in list(self.verifying.items()):
             with self._blaming(row):
                 if request.is_cancelled:
                     raise Cancelled("The request was cancelled.")
-                request.rows.stats.records.append(of_row(record, row))
-                request.rows.report(request.rows.stats)
+                request.stats.records.append(of_row(record, row))
+                request.report()
                 request.on_change(request)
-                if not any(request.rows.unfinished):
+                if not any(request.unfinished):
                     self._leave(row).end()
-        del stats.records[:-2]
+        del self.stats.records[:-2]
 
     # ---------------------------------------------------------------- joining and leaving
+
+    def planner(self, rows: int):
+        """Returns a planner for rounds of so many rows."""
+        self.planned_rows = rows
+        return self.pair.planner(self.pair.kind(rows, max(self.lengths)))
 
     def admit(self, draft: FaultTolerantDraft) -> None:
         """Gives waiting requests the places of rows that have ended, and the draft the next tokens of their prompts."""
@@ -178,7 +186,7 @@ class RunningRows:
         rows = len(self.live) + len(self.pieces)
         planned = 1 << (rows - 1).bit_length() if rows else 0
         if planned not in (0, self.planned_rows):
-            self.planned_rows, draft.planner = planned, self.planner(planned)
+            draft.planner = self.planner(planned)
             draft.planner.begin_call()
 
     def read(self, target: Target) -> None:

@@ -167,9 +167,9 @@ def test_two_running_batches_have_one_draft(target, other, one):
         assert not isinstance(requests, Exception), requests
         for request, text in zip(requests, texts):
             assert request.error is None and torch.equal(request.output, text)
-            records = request.rows.stats.records
+            records = request.stats.records
             assert sum(record.mode == AHEAD for record in records) > len(records) / 2
-        assert any(any(record.hits) for request in requests for record in request.rows.stats.records)
+        assert any(any(record.hits) for request in requests for record in request.stats.records)
 
 
 def test_a_worker_that_is_killed_is_lost_to_all_its_calls_and_started_once(target, other, one, warnings):

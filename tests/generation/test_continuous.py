@@ -100,7 +100,7 @@ def equal_to_alone(target, draft, settings, alone, of_requests, **options):
     found = run(target, draft, copies, settings, **options)
     assert [one.error for one in found] == [None] * len(found)
     is_equal = all(torch.equal(one.output, other) for one, other in zip(found, expected))
-    return is_equal, [one.rows.stats.records for one in found]
+    return is_equal, [one.stats.records for one in found]
 
 
 def greedy(lengths=LENGTHS, tokens=(30, 9, 14, 20, 11)):
@@ -237,7 +237,7 @@ def test_mutants_are_noticed(mutant, expected, target, draft, monkeypatch):
     of_calls = [alone(number, one) for number, one in enumerate(mixed())]
     mutant(monkeypatch)
     found = run(target, draft, mixed(), MODES[IN_TURN], seeds=range(5))
-    accepted = accepted_counts([one.rows.stats.records for one in found])
+    accepted = accepted_counts([one.stats.records for one in found])
     is_equal = all(one.output is not None and torch.equal(one.output, own) for one, own in zip(found, of_calls))
     assert (is_equal, accepted == alone.accepted) == expected
 
@@ -342,7 +342,7 @@ def test_a_killed_worker_costs_no_token_and_the_next_request_gets_another(make, 
             ids = [manager.add_request(**requests[0], streamer=kill), manager.add_request(**requests[1])]
             found = [manager.requests[one][0] for one in ids]
             all_results(manager, ids)
-            assert [found[0].rows.stats.records[place].mode for place in (0, -1)] == [AHEAD, PLAIN]
+            assert [found[0].stats.records[place].mode for place in (0, -1)] == [AHEAD, PLAIN]
             ready(assistant)
             ids = [manager.add_request(**requests[1])]
             found.append(manager.requests[ids[0]][0])
@@ -350,7 +350,7 @@ def test_a_killed_worker_costs_no_token_and_the_next_request_gets_another(make, 
         assert assistant.restarts == 1 and manager.rows.draft.failure is None
     for one, number in zip(found, (0, 1, 1)):
         assert torch.equal(one.output, plainly(target)(number, requests[number]))
-    assert {record.mode for record in found[2].rows.stats.records} == {AHEAD}
+    assert {record.mode for record in found[2].stats.records} == {AHEAD}
 
 
 def test_a_closed_batch_ends_its_requests_and_its_thread(target, draft):
@@ -414,7 +414,7 @@ def test_a_bound_draft_and_settings_are_those_of_the_batch(draft):
     with hf_ssd.continuous_batching(model) as manager:
         request = manager.requests[manager.add_request(**greedy()[0])][0]
         assert request.has_ended.wait(60)
-    assert {record.mode for record in request.rows.stats.records} == {IN_TURN}
+    assert {record.mode for record in request.stats.records} == {IN_TURN}
 
 
 def test_the_seed_of_a_request_is_that_of_torch(target, draft):
@@ -423,6 +423,15 @@ def test_the_seed_of_a_request_is_that_of_torch(target, draft):
         texts = [manager.generate(**one, seed=seed) for seed in (5, 5, 6)]
     assert torch.equal(texts[0], alone(5, one)) and torch.equal(texts[0], texts[1])
     assert not torch.equal(texts[0], texts[2])
+
+
+def test_a_request_returns_what_its_call_returns(target, draft):
+    one = greedy()[0] | {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    with hf_ssd.continuous_batching(target, draft, SSDConfig(**MODES[IN_TURN])) as manager:
+        ours, plain = manager.generate(**one), target.generate(**one, ssd_config=None)
+    assert torch.equal(ours.sequences, plain.sequences) and sum(ours.ssd_stats.column("lookahead")) > 0
+    for values, expected in ((ours.scores, plain.scores), (ours.logits, plain.logits)):
+        torch.testing.assert_close(torch.stack(values), torch.stack(expected), atol=1e-4, rtol=1e-4)
 
 
 class Last:
@@ -458,5 +467,5 @@ def test_rows_of_every_kind_of_draft_join(kind, target):
         assert [output.error for output in all_results(manager, ids)] == [None] * 5
         assert all(torch.equal(one.output, other) for one, other in zip(found, expected))
         assert manager.rows.draft.failure is None
-    records = [record for one in found for record in one.rows.stats.records]
+    records = [record for one in found for record in one.stats.records]
     assert sum(sum(record.hits) for record in records) > 3 and {record.mode for record in records} == {AHEAD}

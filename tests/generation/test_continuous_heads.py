@@ -76,11 +76,11 @@ def is_as_alone(make, expected=None, requests=hot):
     options = {**OPTIONS, **settings, "asynchronous": False}
     in_batch = drafted_in(lambda: found.extend(run(target, draft, requests(), options, seeds=range(5))))
     assert [one.error for one in found] == [None] * 5
-    assert {record.mode for one in found for record in one.rows.stats.records} == {IN_TURN}
+    assert {record.mode for one in found for record in one.stats.records} == {IN_TURN}
     is_equal = all(torch.equal(one.output, text) for one, text in zip(found, texts))
     # A call ends with its row, while here something may be drafted for a row that has just ended, beside others.
     are_equal = all(in_batch.get(text) == tokens for text, tokens in drafted.items())
-    return is_equal, are_equal and accepted_counts([one.rows.stats.records for one in found]) == counts
+    return is_equal, are_equal and accepted_counts([one.stats.records for one in found]) == counts
 
 
 @pytest.mark.parametrize("make", HEADS)
@@ -221,5 +221,5 @@ def test_the_layer_of_the_target_drafts_after_a_miss():
     assert all(torch.equal(one.output, text) for one, text in zip(found, texts))
     common = drafted.keys() & ours.keys()
     assert len(common) > 30 and all(drafted[text] == ours[text] for text in common)
-    sources = {source for one in found for record in one.rows.stats.records for source in record.sources}
+    sources = {source for one in found for record in one.stats.records for source in record.sources}
     assert {"mtp", PREPARED} <= sources

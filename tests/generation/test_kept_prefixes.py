@@ -54,7 +54,7 @@ def chat(target, drafts, mode, keep="auto", turns=3, between=lambda turn: None):
 
 
 def counts(found):
-    return accepted_counts([request.rows.stats.records for request in found])
+    return accepted_counts([request.stats.records for request in found])
 
 
 @pytest.mark.parametrize("family, mode", OF_FAMILIES)
@@ -69,7 +69,7 @@ def test_a_conversation_that_goes_on_is_not_read_again(family, mode):
     assert [one.known for one in others] == [0, 0, 0]
     # Of each turn all but the last token, which was not fed.
     assert [one.known for one in found] == [0, *[one.output.shape[1] - 1 for one in found[:2]]]
-    assert {record.mode for one in found for record in one.rows.stats.records} == {mode}
+    assert {record.mode for one in found for record in one.stats.records} == {mode}
     if mode != PLAIN:
         assert counts(found) == counts(others) and sum(sum(map(sum, of_one)) for of_one in counts(found).values()) > 3
     if mode == IN_TURN:  # the last tokens of a turn were verified after the draft was asked last
