@@ -72,10 +72,14 @@ class LiveStreamer(RoundStreamer):
         of_the_draft = "prepared" if record and record.sources[0] == PREPARED else "drafted"
         count = max(0, record.accepted[0]) if record else 0
         origins = [of_the_draft if i < count else "target" for i in range(len(self.waiting))]
+        if record and record.took_sibling(0) and count <= len(origins):
+            origins[count - 1] += " sibling"
         intervals = timeline.intervals(SSDStats(records=[record]))[1:] if record else []
         self._send(
             origins,
             **self.totals.ratios,
+            nodes=self.totals.nodes,
+            siblings=self.totals.siblings,
             intervals=[[one.side, one.what, one.start, one.end] for one in intervals],
             label=timeline.label(record) if record else "",
         )

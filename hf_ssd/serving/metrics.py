@@ -53,6 +53,8 @@ class Totals:
     accepted: int = counter("Drafted tokens that were accepted")
     drafted: int = counter("Speculations of the draft that had tokens")
     hits: int = counter("Speculations that had been prepared when their outcome came")
+    nodes: int = counter("Nodes of token trees that were verified")
+    siblings: int = counter("Siblings of drafted tokens that were accepted")
     verify_seconds: float = counter("Seconds that the target spent verifying", 0.0)
     wait_seconds: float = counter("Seconds that the target waited for the draft", 0.0)
 
@@ -67,6 +69,8 @@ class Totals:
                     self.accepted += accepted
                     self.drafted += is_hit is not None  # `None`: the row had early tokens
                     self.hits += bool(is_hit)
+            self.nodes += record.nodes * len(record.live)
+            self.siblings += sum(map(record.took_sibling, record.live))
             self.verify_seconds += record.verify_seconds
             self.wait_seconds += record.wait_seconds
 

@@ -20,14 +20,15 @@ from ..helpers.servers import PAIR, ServerThread
 pytestmark = needs_browser
 PHONE = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
 DESK = {"width": 1100, "height": 1000, "deviceScaleFactor": 1, "mobile": False}
+PLAN = SSDConfig(lookahead=3, budget=4, tree_nodes=6, verification="coupled")
 PROMPT = "import os\n\ndef main("
 
 
 @pytest.fixture(scope="module")
 def server(chat_model):
-    """A server in this process, with the embedded pair and a fixed plan."""
+    """A server in this process, with the embedded pair and a fixed plan, of trees."""
     with launch_draft(str(PAIR / "draft"), num_threads=1) as assistant:
-        server = ServerThread(chat_model, assistant, SSDConfig(lookahead=3, budget=4, verification="coupled"))
+        server = ServerThread(chat_model, assistant, PLAN)
         yield server
         server.stop()
 
@@ -62,6 +63,9 @@ def test_an_answer_has_three_colours_and_the_figures_of_metrics(page, server, pl
         assert float(texts(page, f"dd.{name}")[0]) == pytest.approx(expected, abs=0.006)
     drafted = len(kinds["prepared"]) + len(kinds["drafted"])
     assert gained["accepted_total"] - 3 <= drafted <= gained["accepted_total"]
+    siblings = page.find_elements(By.CSS_SELECTOR, ".tokens .sibling")
+    assert 0 < gained["siblings_total"] - 1 <= len(siblings) <= gained["siblings_total"]
+    assert texts(page, "dd.siblings") == ["{siblings_total:g} of {nodes_total:g}".format(**gained)]
     bars = page.find_elements(By.CSS_SELECTOR, "svg rect")
     assert {bar.get_attribute("data-what") for bar in bars} == {"verify", "wait", "prepare", "answer"}
     assert re.fullmatch(r"the last 12 rounds: \d+\.\d+ s", texts(page, "svg text")[-1])
