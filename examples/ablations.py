@@ -13,7 +13,7 @@ import json
 import math
 import os
 import statistics
-from itertools import chain
+from itertools import chain, pairwise, product
 from pathlib import Path
 from unittest.mock import patch
 
@@ -34,6 +34,7 @@ from hf_ssd.distributed.target_ranks import TargetRanks
 from hf_ssd.drafting import cache_shapes
 from hf_ssd.drafting.cache_shapes import CacheShape, Confidence, RowByRow, shape_for
 from hf_ssd.drafting.draft_info import DraftInfo
+from hf_ssd.drafting.heads.loading import head_for
 from hf_ssd.drafting.sampling import DraftSampler
 
 try:
@@ -108,12 +109,13 @@ KINDS = {**cache_shapes.SHAPES, "all_accepted": AllAccepted, "single_branch": Si
 # ---------------------------------------------------------------- calls
 
 
-def load_pair(folder: Path):
+def load_pair(folder: Path, draft: Path | None = None):
     """Returns target, draft and tokenizer, in float32. No token ends a text, so that every row gets all its tokens."""
-    folders = folder / "target", folder / "draft"
-    target, draft = (AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval() for folder in folders)
+    target = AutoModelForCausalLM.from_pretrained(folder / "target", dtype="float32").eval()
     target.generation_config.eos_token_id = target.config.vocab_size  # no token has this number
-    return hf_ssd.enable(target), draft, AutoTokenizer.from_pretrained(folders[0], padding_side="left")
+    draft = draft or folder / "draft"
+    model = head_for(draft, target) or AutoModelForCausalLM.from_pretrained(draft, dtype="float32").eval()
+    return hf_ssd.enable(target), model, AutoTokenizer.from_pretrained(folder / "target", padding_side="left")
 
 
 def generate(pair, assistant, config: hf_ssd.SSDConfig, temperature: float, prompts: list[str], seed: int, args):
@@ -350,23 +352,22 @@ def fallback(pair, args) -> list[dict]:
     return table
 
 
-FORMS = [(lookahead, nodes) for lookahead in (2, 4, 6) for nodes in ("auto", 8, 16, 32)]  # "auto" is a chain
-
-
 def trees(pair, args) -> list[dict]:
     """Token trees and chains of single prompts: tokens per round, hit rate, and speed over that of the best chain"""
-    table = []
+    table, forms = [], list(product((2, 4, 6), ("auto", *args.nodes)))  # "auto" is a chain
     with hf_ssd.launch_draft(pair[1], num_threads=1) as assistant:
         for temperature in tqdm((0.0, 0.7), desc="trees", unit="temperature"):
-            for asynchronous, draft in ((False, pair[1]), (True, assistant)):
-                runs = {form: [] for form in FORMS}
+            for asynchronous, draft in ((True, assistant), (False, pair[1])):
+                runs = {form: [] for form in forms}
                 for number, prompt in enumerate([PROMPTS[0], *PROMPTS[: args.prompts]]):
-                    for form in FORMS:  # in turn, so that what else the machine does falls on all of them alike
+                    for form in forms:  # in turn, so that what else the machine does falls on all of them alike
                         settings = {"lookahead": form[0], "tree_nodes": form[1], "asynchronous": asynchronous}
                         config = hf_ssd.SSDConfig(budget=12, verification="coupled", **settings)
                         stats = generate(pair, draft, config, temperature, [prompt], number, args)
                         if number:  # the first calls of a pair take longer
                             runs[form].append(stats)
+                if asynchronous:
+                    prepared = runs  # where the ranks of bonus tokens are known
                 speeds = {
                     form: statistics.median(s.generated_tokens / s.total_seconds for s in of)
                     for form, of in runs.items()
@@ -376,9 +377,29 @@ def trees(pair, args) -> list[dict]:
                     row = {"T": temperature, "mode": "ahead" if asynchronous else "in turn", "lookahead": lookahead}
                     row |= {"nodes": lookahead if nodes == "auto" else nodes}
                     row |= {name: mean(getattr(s, name) for s in of) for name in ("tokens_per_round", "hit_rate")}
+                    row["expected"] = expected_tokens(prepared[lookahead, "auto"], row["nodes"])
                     row["verify_ms"] = 1e3 * statistics.median(chain(*(s.column("verify_seconds") for s in of)))
                     table.append(row | {"over_best_chain": speeds[lookahead, nodes] / best})
     return table
+
+
+def expected_tokens(chains: list[hf_ssd.SSDStats], nodes: int) -> float:
+    """
+    Returns the tokens per round that theory expects of trees with so many nodes, from the acceptance at each depth of
+    these chains, and from the ranks that the target's tokens have among their guesses after a rejection. Those are
+    known where outcomes were prepared; nan elsewhere. As if all drafted tokens had as many siblings.
+    """
+    records = [record for stats in chains for record in stats.records]
+    lookahead = max(record.lookahead for record in records)
+    counts = [record.accepted[0] for record in records if record.lookahead == lookahead and record.live]
+    reached = [max(1, sum(count >= depth for count in counts)) for depth in range(lookahead)]
+    rates = [sum(count > depth for count in counts) / whole for depth, whole in enumerate(reached)]
+    rounds = chain(*(pairwise(stats.records) for stats in chains))
+    ranks = [two.ranks[0] for one, two in rounds if two.budget and one.accepted[0] < one.lookahead and one.live]
+    siblings, more = divmod((nodes - lookahead) / lookahead, 1)
+    least, most = (mean(0 <= rank < count for rank in ranks) for count in (siblings, siblings + 1))
+    caught = (1 - more) * least + more * most
+    return theory.expected_tokens_of_tree(rates, [caught] * lookahead) if ranks else math.nan
 
 
 def draw_trees(table: list[dict], axes) -> None:
@@ -461,6 +482,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=ablations, default=list(ablations), help="some of them")
     parser.add_argument("--output", type=Path, default=Path("docs/figures"), help="folder for figures and JSON")
     parser.add_argument("--pair", type=Path, default=PAIR, help="folder with the folders `target` and `draft`")
+    parser.add_argument("--draft", type=Path, help="folder of another draft, or of a head of the target")
+    parser.add_argument("--nodes", type=int, nargs="+", default=[8, 16, 32], metavar="N", help="of `trees`")
     temperatures = {"type": float, "nargs": "+", "default": [0.3, 0.7, 1.0, 1.3], "metavar": "T"}
     parser.add_argument("--temperatures", **temperatures, help="of `noise`, 1.0 among them")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="for each prompt")
@@ -470,7 +493,7 @@ def main() -> None:
     logging.disable_progress_bar()
     torch.set_num_threads(1)
     args.output.mkdir(parents=True, exist_ok=True)
-    pair = load_pair(args.pair)
+    pair = load_pair(args.pair, args.draft)
     for name in args.only:
         measure, draw = ablations[name]
         print(f"\n{measure.__doc__}")

@@ -10,6 +10,7 @@ import torch
 
 import hf_ssd
 from hf_ssd.drafting.cache_shapes import shape_for
+from hf_ssd.rounds import RoundRecord
 
 from .drafting.test_cache_shapes import candidates
 from .helpers.programs import run
@@ -36,6 +37,29 @@ def test_tables_figures_and_numbers(tmp_path):
     for row in numbers["shapes"]["rows"]:
         assert all(0 <= row[name] <= 1 for name in ablations.SHAPES) and row["rounds"] > 10
     assert 0 < numbers["saguaro"]["rows"][0]["hit_rate"] <= 1
+
+
+@pytest.mark.slow
+def test_trees_beside_a_head(tmp_path):
+    words = ["--only", "trees", "--draft", ablations.PAIR / "eagle3", "--nodes", 8]
+    run("examples/ablations.py", *words, "--max-new-tokens", 24, "--prompts", 2, "--output", tmp_path)
+    rows = json.loads((tmp_path / "ablations.json").read_text())["trees"]["rows"]
+    assert [row["nodes"] for row in rows] == [2, 8, 4, 8, 6, 8] * 4
+    for row in rows:
+        assert 0.5 < row["expected"] / row["tokens_per_round"] < 2
+
+
+def test_expected_tokens_of_trees_by_hand():
+    counts, ranks = [0, 1, 2, 0], [-1, 0, 2, 7]  # of each bonus token among the guesses, the one before these counts
+    rounds = [{"accepted": [k], "ranks": [rank]} for k, rank in zip(counts, ranks)]
+    records = [RoundRecord("ahead", lookahead=2, budget=3, sources=["prepared"], **of_round) for of_round in rounds]
+    chains = [hf_ssd.SSDStats(records=records)]
+    # Half of the tokens are accepted at each depth. After a rejection the first guess is right once, the third once.
+    expected = {2: 1.75, 4: 1.75 + 0.5 * 0.75, 7: 1.75 + 0.75 * 0.75, 8: 1.75 + 0.75}
+    assert {nodes: ablations.expected_tokens(chains, nodes) for nodes in expected} == pytest.approx(expected)
+    for record in records:
+        record.budget = 0
+    assert math.isnan(ablations.expected_tokens(chains, 8))
 
 
 def test_shapes_of_other_systems_by_hand():
