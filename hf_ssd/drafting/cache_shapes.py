@@ -135,14 +135,14 @@ class Confidence(CacheShape):
     Four logistic models turn these estimates into chances, and learn from every round: whether a token of the draft is
     accepted, whether a token of a fallback is accepted, whether a guess is right after a rejection, and whether a guess
     is right after complete acceptance. The initial weights assume that tokens are accepted more often the more likely
-    the draft finds them, and that guesses are right about as often as their probabilities say, more often for better
-    ranks. Already these weights give a better allocation than Theorem 12.
+    the draft finds them and the more luck they have, and that guesses are right about as often as their probabilities
+    say, more often for better ranks. Already these weights give a better allocation than Theorem 12.
     """
 
     def __init__(self, config: SSDConfig):
         super().__init__(config)
-        self.accepted = OnlineLogistic([float(log_odds(config.acceptance_rate)), 0.5])
-        self.accepted_fallback = OnlineLogistic([0.0, 1.0])
+        self.accepted = OnlineLogistic([float(log_odds(config.acceptance_rate)), 0.5, 0.7])
+        self.accepted_fallback = OnlineLogistic([0.0, 1.0, 0.7])
         self.right_after_rejection = OnlineLogistic([0.5, 0.8, -0.5])
         self.right_at_the_end = OnlineLogistic([0.5, 0.8, -0.5])
 
@@ -159,8 +159,8 @@ class Confidence(CacheShape):
 
     def chances(self, candidates: OutcomeCandidates) -> np.ndarray:
         """Returns how likely each candidate is, of shape `(batch_size, lookahead + 1, candidates)`."""
-        odds, is_fallback = candidates.drafted_log_odds, np.array(candidates.from_fallback)[:, None]
-        counts = chances_of_counts(np.where(is_fallback, self.accepted_fallback(odds), self.accepted(odds)))
+        seen, is_fallback = (candidates.drafted_log_odds, candidates.luck), np.array(candidates.from_fallback)[:, None]
+        counts = chances_of_counts(np.where(is_fallback, self.accepted_fallback(*seen), self.accepted(*seen)))
         guesses, ranks = candidates.log_odds, _log_ranks(candidates.chances.shape[2])
         right = self.right_after_rejection(guesses, ranks)
         right[:, -1] = self.right_at_the_end(guesses[:, -1], ranks)
@@ -168,13 +168,14 @@ class Confidence(CacheShape):
 
     def learn(self, candidates, accepted, bonus):
         lookahead, tokens = len(candidates.limits) - 1, candidates.guesses
-        odds, guesses, ranks = candidates.drafted_log_odds, candidates.log_odds, _log_ranks(tokens.shape[2])
+        odds, luck = candidates.drafted_log_odds, candidates.luck
+        guesses, ranks = candidates.log_odds, _log_ranks(tokens.shape[2])
         seen = {}  # for each model, the events of the rows that are not finished: whether they happened, and inputs
         for row, (k, token) in enumerate(zip(accepted, bonus)):
             if k >= 0:
                 model = self.accepted_fallback if candidates.from_fallback[row] else self.accepted
                 tested = min(k + 1, lookahead)
-                seen.setdefault(model, []).append((np.arange(tested) < k, odds[row, :tested]))
+                seen.setdefault(model, []).append((np.arange(tested) < k, odds[row, :tested], luck[row, :tested]))
                 model = self.right_at_the_end if k == lookahead else self.right_after_rejection
                 seen.setdefault(model, []).append((tokens[row, k] == token, guesses[row, k], ranks))
         for model, rows in seen.items():

@@ -71,8 +71,8 @@ class Drafter(ABC):
         """Ranks `count` bonus tokens after each accepted count of the speculation that is being verified."""
         logits = self._logits(self._outputs(from_fallback))
         scores = self._process(logits, self.prefix.ends() + torch.arange(logits.shape[1]))
-        noise = self._bonus_noise(scores)
-        return OutcomeCandidates.of(scores, logits, self.drafted, from_fallback, count, self.possible, noise)
+        noise, luck = self._noise(scores)
+        return OutcomeCandidates.of(scores, logits, self.drafted, from_fallback, count, self.possible, noise, luck)
 
     @abstractmethod
     def grow(self, accepted: list[list[int]], bonus: list[list[int]], plan: Plan) -> Iterator[tuple]:
@@ -143,17 +143,21 @@ class Drafter(ABC):
             0
         ]
 
-    def _bonus_noise(self, scores: torch.Tensor) -> torch.Tensor | None:
-        """Returns the noise of bonus tokens after all positions, 1 for rows that are drawn without noise."""
+    def _noise(self, scores: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """
+        Returns the noise of bonus tokens after all positions, 1 for rows that are drawn without noise, and the luck of
+        the drafted tokens. The speculation does not change any more, so both may be looked at.
+        """
         starts = [length - 1 for length in self.prefix.lengths]
         if all(sampler.noise is None for sampler in self.samplers):
-            return None
+            return None, None
 
         def noise(sampler: DraftSampler, rows: list[int], scores: torch.Tensor):
             found = sampler.bonus_noise(rows, starts, scores.shape[1])
-            return (torch.ones_like(scores) if found is None and len({*self.samplers}) > 1 else found,)
+            found = torch.ones_like(scores) if found is None and len({*self.samplers}) > 1 else found
+            return found, sampler.luck(rows, starts, scores.shape[1] - 1)
 
-        return self._each(list(range(len(scores))), noise, scores)[0]
+        return self._each(list(range(len(scores))), noise, scores)
 
     def _each(self, rows: list[int], step: Callable, *of_rows: torch.Tensor | None) -> tuple:
         """

@@ -21,6 +21,7 @@ class OutcomeCandidates:
     guesses: np.ndarray
     chances: np.ndarray  # the draft's, that each guess is the bonus token where this is no drafted token
     drafted_probabilities: np.ndarray  # the draft's, of each drafted token: (batch_size, lookahead)
+    luck: np.ndarray  # -log u - 1 of the u that each drafted token is accepted with; 0 where none is known
     from_fallback: list[bool]  # whether each row's speculation came from a fallback, not the draft model
     limits: list[int]  # how many bonus tokens can be guessed after each accepted count
 
@@ -44,23 +45,28 @@ class OutcomeCandidates:
         guesses: int,
         possible: int | None = None,
         noise: torch.Tensor | None = None,
+        luck: torch.Tensor | None = None,
     ) -> "OutcomeCandidates":
         """
         Ranks bonus tokens by scores `(batch_size, lookahead + 1, vocab_size)` after 0 to K accepted tokens, as the
         draft's warpers left them, and by its raw logits the tokens that the warpers ruled out: when a drafted token is
         rejected, the bonus token is often among these. Only `possible` tokens have logits above -inf. The target draws
         a token where its probability divided by the `noise`, of the shape of `scores`, is largest, so the draft ranks
-        tokens by its own probability divided by the same noise.
+        tokens by its own probability divided by the same noise. With `luck`, of the shape of `drafted`, drafted tokens
+        have a noise of their own; without, they are the draft's choice by this noise too.
         """
         lookahead, possible = drafted.shape[1], possible or scores.shape[2]
-        ranking = torch.where(scores.isneginf(), logits - 1e6, scores if noise is None else scores - noise.log())
+        noisy = scores if noise is None else scores - noise.log()
+        ranking = torch.where(scores.isneginf(), logits - 1e6, noisy)
         if lookahead:
             ranking = ranking.clone()
             ranking[:, :lookahead].scatter_(2, drafted[:, :, None], -math.inf)
         tokens = ranking.topk(min(guesses, possible), dim=2).indices
         chances = ranking.softmax(dim=-1).gather(2, tokens)
-        of_drafted = scores[:, :lookahead].softmax(dim=-1).gather(2, drafted[:, :, None])
-        of_drafted = torch.nn.functional.pad(of_drafted, (0, 0, 0, 1))
+        drawn_by = noisy if luck is None else scores
+        of_drafted = drawn_by[:, :lookahead].softmax(dim=-1).gather(2, drafted[:, :, None])
+        luck = torch.zeros_like(of_drafted) if luck is None else luck[:, :, None]
+        of_drafted = torch.nn.functional.pad(torch.cat([of_drafted, luck], dim=2), (0, 0, 0, 1))
         # A single transfer, because the host waits for the GPU in each. Tokens are below 2^24, so float32 holds them.
         found = torch.cat([tokens.float(), chances, of_drafted], dim=2).cpu().numpy()
         ranked, chances, of_drafted = np.split(found, [tokens.shape[2], 2 * tokens.shape[2]], axis=2)
@@ -68,6 +74,7 @@ class OutcomeCandidates:
             ranked.astype(np.int64),
             chances,
             of_drafted[:, :lookahead, 0],
+            of_drafted[:, :lookahead, 1],
             from_fallback,
             [min(guesses, possible - (k < lookahead)) for k in range(lookahead + 1)],
         )

@@ -10,7 +10,7 @@ from .. import devices
 from ..argmax import argmax
 from ..config import COUPLED, SSDConfig
 from ..logits_processing import needs_history, process_branches
-from ..noise import BONUS, DRAFTED, Noise, places
+from ..noise import ACCEPTANCE, BONUS, DRAFTED, Noise, places
 from ..rounds import Plan
 from ..theory import geometric_fan_out
 from .cache_shapes import allocate
@@ -54,6 +54,12 @@ class SpeculationNoise:
         """Returns the noise `(len(rows), counts, vocab_size)` of bonus tokens after accepted counts of these rows."""
         first = self.first_row
         return self._at([[(BONUS, row - first, starts[row], depth) for depth in range(counts)] for row in rows])
+
+    def of_acceptance(self, rows: list[int], starts: list[int], lookahead: int) -> torch.Tensor:
+        """Returns the numbers `(len(rows), lookahead)` that decide whether the target accepts these rows' tokens."""
+        first, depths = self.first_row, range(lookahead)
+        at = [[places(ACCEPTANCE, row - first, starts[row], depth) for depth in depths] for row in rows]
+        return self.noise.uniform(devices.from_host(at, self.device))
 
     def _at(self, of_rows: list[list[tuple]]) -> torch.Tensor:
         wanted = [self.noise.drawn_at(*place) for of_row in of_rows for place in of_row]
@@ -121,6 +127,18 @@ class DraftSampler:
         if self.noise is None or self.config.saguaro_c != 1:
             return None
         return self.noise.of_bonus(rows, starts, counts)
+
+    def luck(self, rows: list[int], starts: list[int], lookahead: int) -> torch.Tensor | None:
+        """
+        Returns -log u - 1, `(len(rows), lookahead)`, for the numbers u with which the target accepts the tokens of
+        speculations that begin at `starts`: those with u < p(x) / q(x). Its mean is 0, and it is 0 in greedy rows.
+        `None` in coupled calls, which have no such numbers.
+        """
+        if self.config.verification == COUPLED:
+            return None
+        if self.noise is None:
+            return torch.zeros(len(rows), lookahead)
+        return -self.noise.of_acceptance(rows, starts, lookahead).log().float() - 1
 
     def draw(self, scores: torch.Tensor, noise: torch.Tensor | None, depth: int, plan: Plan):
         """

@@ -11,7 +11,7 @@ from hf_ssd.drafting.cache_shapes import Confidence
 from hf_ssd.drafting.sampling import SpeculationNoise
 from hf_ssd.generation import deciding
 from hf_ssd.generation.verification import Chance
-from hf_ssd.noise import BONUS, places
+from hf_ssd.noise import ACCEPTANCE, BONUS, places
 
 from ..helpers.preparing import ahead, preparing
 from ..helpers.sampled_strings import (
@@ -41,6 +41,40 @@ def test_a_draft_that_knows_the_noise_hits_more_often(small, monkeypatch):
     assert with_noise > 0.05 + share_of_best_guesses(small)
 
 
+def luck_of_a_call(small, monkeypatch):
+    """The numbers with which the target accepts drafted tokens in a call of several rows, and those of the draft."""
+    seen = {Chance: {}, SpeculationNoise: {}}
+
+    def noted(kind, places_of):
+        of_acceptance = kind.of_acceptance
+
+        def note(self, *args):
+            numbers = of_acceptance(self, *args)
+            for row, start, of_row in zip(*places_of(self, *args), numbers.tolist()):
+                seen[kind].update({(row, start, depth): number for depth, number in enumerate(of_row)})
+            return numbers
+
+        monkeypatch.setattr(kind, "of_acceptance", note)
+
+    noted(Chance, lambda self, _: (self.rows.tolist(), self.starts.tolist()))
+    noted(SpeculationNoise, lambda _, rows, starts, __: (rows, [starts[row] for row in rows]))
+    with preparing():
+        assert p_value(*small, calls=1, seed=3, budget=4) > 1e-3
+    return seen.values()
+
+
+def test_a_draft_knows_with_which_numbers_its_tokens_are_accepted(small, monkeypatch):
+    of_target, of_draft = luck_of_a_call(small, monkeypatch)
+    assert len(of_target) > 500 and of_target.items() <= of_draft.items()
+
+
+def test_numbers_of_another_purpose_are_noticed(small, monkeypatch):
+    """The mutant for the test above."""
+    monkeypatch.setattr(sampling, "ACCEPTANCE", BONUS)
+    of_target, of_draft = luck_of_a_call(small, monkeypatch)
+    assert not of_target.items() & of_draft.items()
+
+
 def by_the_guess_behind(self, candidates, budget):
     """All of a row's budget for no accepted token, or for one, by the best guess after one."""
     counts = range(len(candidates.limits))
@@ -48,9 +82,16 @@ def by_the_guess_behind(self, candidates, budget):
     return [[budget * (k == min(only, len(counts) - 1)) for k in counts] for only in first]
 
 
-def where_misses_decide(measure, small, monkeypatch):
+def by_the_luck_behind(self, candidates, budget):
+    """All of a row's budget for no accepted token if the last one has luck, and otherwise for all accepted tokens."""
+    counts = range(len(candidates.limits))
+    first = [0 if not of_row.size or of_row[-1] > -0.3 else counts[-1] for of_row in candidates.luck]
+    return [[budget * (k == only) for k in counts] for only in first]
+
+
+def where_misses_decide(measure, small, monkeypatch, fan_outs):
     """After a miss a row has no drafted token, unless its text repeats itself."""
-    monkeypatch.setattr(Confidence, "fan_outs", by_the_guess_behind)
+    monkeypatch.setattr(Confidence, "fan_outs", fan_outs)
     with preparing() as hits:
         found = measure(*small, calls=64, seed=6, budget=4, lookahead=2, fallback="ngram", at_least=1.0)
     assert 0.1 < sum(hits) / len(hits) < 0.9
@@ -58,12 +99,13 @@ def where_misses_decide(measure, small, monkeypatch):
 
 
 @pytest.mark.slow
-def test_misses_that_decide_what_is_drafted_leave_the_distribution(small, monkeypatch):
-    assert where_misses_decide(p_value, small, monkeypatch) > 1e-3
+@pytest.mark.parametrize("fan_outs", [by_the_guess_behind, by_the_luck_behind])
+def test_misses_that_decide_what_is_drafted_leave_the_distribution(small, monkeypatch, fan_outs):
+    assert where_misses_decide(p_value, small, monkeypatch, fan_outs) > 1e-3
 
 
 def by_position(monkeypatch):
-    """Noise of a position, whichever round comes to it: then what is prepared depends on the noise of later rounds."""
+    """Numbers of a position, whichever round comes to it: then what is prepared depends on those of later rounds."""
 
     def of_draws(self, depths):
         return self.noise.exponential(places(BONUS, self.rows[:, None], self.starts[:, None] + self.depth + depths, 0))
@@ -72,15 +114,28 @@ def by_position(monkeypatch):
         rows, depths = torch.arange(len(starts))[:, None], torch.arange(counts)
         return self.noise.noise.exponential(places(BONUS, rows, torch.tensor(starts)[:, None] + depths, 0))
 
+    def of_acceptance(noise, rows, starts, lookahead, depth=0):
+        depths = depth + torch.arange(lookahead)
+        return noise.uniform(places(ACCEPTANCE, rows[:, None], starts[:, None] + depths, 0))
+
+    def of_target(self, lookahead):
+        return of_acceptance(self.noise, self.rows, self.starts, lookahead, self.depth)
+
+    def of_draft(self, rows, starts, lookahead):
+        return of_acceptance(self.noise, torch.tensor(rows), torch.tensor(starts), lookahead)
+
+    monkeypatch.setattr(Chance, "of_acceptance", of_target)
+    monkeypatch.setattr(SpeculationNoise, "of_acceptance", of_draft)
     monkeypatch.setattr(Chance, "of_draws", of_draws)
     monkeypatch.setattr(sampling.DraftSampler, "bonus_noise", bonus_noise)
 
 
 @pytest.mark.slow
-def test_noise_of_a_position_that_several_rounds_may_come_to_is_noticed(small, monkeypatch):
+@pytest.mark.parametrize("fan_outs", [by_the_guess_behind, by_the_luck_behind])
+def test_noise_of_a_position_that_several_rounds_may_come_to_is_noticed(small, monkeypatch, fan_outs):
     """The mutant for the test above."""
     by_position(monkeypatch)
-    assert where_misses_decide(power, small, monkeypatch) > 0.99
+    assert where_misses_decide(power, small, monkeypatch, fan_outs) > 0.99
 
 
 def of_bonus_tokens(monkeypatch):

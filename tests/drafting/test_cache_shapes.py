@@ -63,10 +63,10 @@ def mean_round(shape, acceptance, after_rejection, at_the_end):
     probabilities = np.array([after_rejection] * lookahead + [at_the_end])[None]
     tokens = np.arange(CANDIDATES) + np.zeros((1, lookahead + 1, 1), dtype=np.int64)
     limits = [CANDIDATES] * (lookahead + 1)
-    view = OutcomeCandidates(tokens, probabilities, acceptance[None], [False], limits)
+    view = OutcomeCandidates(tokens, probabilities, acceptance[None], np.zeros((1, lookahead)), [False], limits)
     if hasattr(shape, "accepted"):  # it calibrates the draft's probabilities
         ranks = np.log(np.arange(1, CANDIDATES + 1))
-        acceptance = shape.accepted(view.drafted_log_odds)[0]
+        acceptance = shape.accepted(view.drafted_log_odds, view.luck)[0]
         after_rejection = shape.right_after_rejection(view.log_odds[0, 0], ranks)
         at_the_end = shape.right_at_the_end(view.log_odds[0, -1], ranks)
     return view, (acceptance, after_rejection, at_the_end)
@@ -141,6 +141,27 @@ def test_confidence_beats_the_shapes_that_do_not_look_at_the_round():
     assert (
         simulated_hits(shape_for(SSDConfig(fan_out="confidence")), lesson=lambda k: 4 - k) < rates["geometric"] + 0.05
     )
+
+
+def hits_with_luck(known, rounds=400, budget=4, lookahead=4, vocab_size=40):
+    """Hits where the target finds drafted tokens as often more likely as less, and accepts them by the luck that is."""
+    shape, rng, hits = shape_for(SSDConfig()), np.random.default_rng(5), 0
+    for seed in range(rounds):
+        view = candidates(1, lookahead, vocab_size, seed=seed, sharpness=4.0)
+        luck = rng.exponential(size=(1, lookahead)) - 1
+        is_accepted = rng.normal(-0.5, 0.3, lookahead) > -1 - luck[0]
+        view = dataclasses.replace(view, luck=known(luck))
+        k = int(is_accepted.cumprod().sum())
+        bonus = int(rng.choice(view.guesses[0, k], p=view.chances[0, k] / view.chances[0, k].sum()))
+        hits += (k, bonus) in zip(*(of_row[0] for of_row in view.outcomes(shape.fan_outs(view, budget))))
+        shape.learn(view, [k], [bonus])
+    return hits / rounds
+
+
+def test_the_luck_of_drafted_tokens_makes_hits():
+    rate, without = hits_with_luck(lambda luck: luck), hits_with_luck(np.zeros_like)
+    assert rate > without + 0.05
+    assert hits_with_luck(lambda luck: luck[:, ::-1]) < without + 0.05  # the mutant: the luck of another token
 
 
 def test_guesses_are_the_likeliest_tokens_and_never_the_drafted_one():
