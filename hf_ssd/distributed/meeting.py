@@ -25,7 +25,6 @@ from .transport import LOOPBACK, Channel
 from .wire import LARGEST_PAYLOAD, Kind, Message, ProtocolError
 
 PROOF_TIMEOUT = 20.0  # seconds for the other side to prove itself, once both are connected
-LOOKS, POLL = 20, 0.005  # checks of the file, and seconds between two checks
 SECRET_LENGTH = NONCE_LENGTH = 32  # bytes, as an HMAC-SHA256 has
 
 
@@ -50,26 +49,17 @@ def join(meeting: dict, timeout: float) -> dist.Store:
 def check_file(meeting: dict) -> None:
     """
     Lets the next meeting use another file if a worker that failed to start left half an entry in this one, because
-    every reader would wait for the rest. Other workers may be writing, so the file is checked several times.
+    every reader would wait for the rest.
     """
-    if meeting.get("path") != _private_file()[0]:
+    path, _ = _private_file()
+    if meeting.get("path") != path or not os.path.exists(path):
         return
-    for _ in range(LOOKS):
-        if _has_whole_entries(Path(meeting["path"])):
-            return
-        time.sleep(POLL)
-    _private_file.cache_clear()
-
-
-def _has_whole_entries(file: Path) -> bool:
-    """Whether a file of torch's `FileStore` consists of keys and values, each with its length before it."""
-    written = file.read_bytes() if file.exists() else b""
-    place = 0
-    count = 0
-    while place < len(written):
+    written, place, count = Path(path).read_bytes(), 0, 0
+    while place < len(written):  # keys and values, each after its length
         place += 4 + int.from_bytes(written[place : place + 4], sys.byteorder)
         count += 1
-    return place == len(written) and count % 2 == 0
+    if place > len(written) or count % 2:
+        _private_file.cache_clear()
 
 
 def take_standard_streams() -> None:

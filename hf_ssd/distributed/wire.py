@@ -19,7 +19,7 @@ import torch
 from ..config import LONGEST_LOOKAHEAD, MOST_NODES
 from ..rounds import MODES, SOURCES, Outcome, Plan, RoundRecord, Speculation
 
-MAGIC, VERSION = 0x6866_5F73_7364, 28  # "hf_ssd"
+MAGIC, VERSION = 0x6866_5F73_7364, 29  # "hf_ssd"
 HEADER = struct.Struct("9q")  # magic, version, kind, session, round, bytes of JSON; the announced kind, type, length
 FRAME_LENGTH = 1024  # bytes
 TENSOR_TYPES = (torch.int32, torch.float32, torch.bfloat16, torch.float16)
@@ -27,17 +27,16 @@ LARGEST_PAYLOAD = 2**26  # bytes or elements; a header with more is invalid, unl
 
 
 class Kind(IntEnum):
-    READY = 1  # draft -> target: the worker has loaded its model
-    START = 2  # target -> draft: settings and prompts of one generate() call
-    OUTCOME = 3  # target -> draft: the plan, the tokens that rows have gained, those that the target proposes next
-    FEATURES = 4  # target -> draft, after OUTCOME: hidden states of the target, for a draft that reads them
-    SPECULATION = 5  # both ways: tokens and sources; from the draft its part of the record, to it what others propose
-    PROBABILITIES = 6  # draft -> target, after SPECULATION: the distributions of its tokens, when sampling
-    END = 7  # target -> draft: the call is over
-    ERROR = 8  # draft -> target: an exception with its traceback
-    VALUES = 9  # rank 0 of the target -> its other ranks
-    PROOF = 10  # both ways, before other messages: a nonce, then a proof that the sender knows the shared secret
-    JOIN = 11  # target -> draft, before OUTCOME: the next tokens of a row that joins, and with the last its settings
+    START = 1  # target -> draft: settings and prompts of one generate() call
+    OUTCOME = 2  # target -> draft: the plan, the tokens that rows have gained, those that the target proposes next
+    FEATURES = 3  # target -> draft, after OUTCOME: hidden states of the target, for a draft that reads them
+    SPECULATION = 4  # both ways: tokens and sources; from the draft its part of the record, to it what others propose
+    PROBABILITIES = 5  # draft -> target, after SPECULATION: the distributions of its tokens, when sampling
+    END = 6  # target -> draft: the call is over
+    ERROR = 7  # draft -> target: an exception with its traceback
+    VALUES = 8  # rank 0 of the target -> its other ranks
+    PROOF = 9  # both ways, before other messages: a nonce, then a proof that the sender knows the shared secret
+    JOIN = 10  # target -> draft, before OUTCOME: the next tokens of a row that joins, and with the last its settings
 
 
 class ProtocolError(RuntimeError):

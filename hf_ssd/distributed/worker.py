@@ -8,7 +8,6 @@ import select
 import signal
 import sys
 import threading
-import time
 import traceback
 from datetime import timedelta
 
@@ -30,10 +29,8 @@ from .draft_server import DraftServer
 from .meeting import join, prove
 from .transport import Channel, PeerLost
 from .weights import model_from_shared_weights
-from .wire import Kind, Message
 from .worker_process import DRAFT_IS_HERE, TARGET_IS_HERE, shorten_stderr
 
-FLUSH_TIMEOUT = 10.0  # seconds for a last message to leave; the target then kills this process
 AS_LONG_AS_THE_PARENT_LIVES = timedelta(days=365)
 
 
@@ -69,21 +66,18 @@ def run() -> int:
             "is_compiled": is_compiled(model),
             "uncompiled_because": uncompiled_because,
         }
-        hello = Message(Kind.READY, payload=info)
     except Exception as error:
-        hello = Message(Kind.ERROR, payload=f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+        info = {"error": f"{type(error).__name__}: {error}\n{traceback.format_exc()}"}
     # 2. Meet the target.
     meeting = settings["meeting"]
     store = join(meeting, settings["timeout"])
-    store.set(DRAFT_IS_HERE, "yes")
+    store.set(DRAFT_IS_HERE, json.dumps(info))
     store.wait([TARGET_IS_HERE], AS_LONG_AS_THE_PARENT_LIVES)
+    if "error" in info:
+        return 1
     channel = Channel(store, is_target=False, hostname=meeting["hostname"])
     prove(channel, bytes.fromhex(meeting["secret"]))
-    channel.send(hello)
     # 3. Serve the target.
-    if hello.kind == Kind.ERROR:
-        time.sleep(FLUSH_TIMEOUT)
-        return 1
     with contextlib.suppress(PeerLost):
         DraftServer(channel, model, settings["weights"], cores=cores).serve()
     os._exit(0)  # before the channel is freed, which would wait for the target to receive the last probabilities

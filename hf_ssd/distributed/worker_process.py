@@ -13,12 +13,10 @@ from collections.abc import Callable
 
 from transformers.utils import logging
 
-from . import wire
 from .meeting import check_file, join, prove, take_standard_streams
 from .sessions import DraftError
 from .shared_channel import SharedChannel
-from .transport import Channel, PeerLost, keep_when_forked
-from .wire import Kind
+from .transport import Channel, keep_when_forked
 
 logger = logging.get_logger(__name__)
 
@@ -32,8 +30,9 @@ KILL_TIMEOUT = 10.0  # seconds for the system to end a killed worker; it cannot 
 SPINS = "10000"
 # Variables of torchrun. They are removed because the worker is not a rank.
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
-# Keys of the store. The worker sets the first key when its model is loaded or has failed to load. The target sets the
-# second key when it has seen the first. Then both build their ends of the channel, which blocks until both do so.
+# Keys of the store. The worker describes itself in the first key when its model is loaded, or says why that failed. The
+# target sets the second key when it has read the first. Then both build their ends of the channel, which blocks until
+# both do so.
 DRAFT_IS_HERE, TARGET_IS_HERE = "draft", "target"
 
 
@@ -171,7 +170,10 @@ class WorkerProcess:
         while not store.check([DRAFT_IS_HERE]):
             self._check_start()
             time.sleep(POLL)
+        info = json.loads(store.get(DRAFT_IS_HERE))
         store.set(TARGET_IS_HERE, "yes")
+        if "error" in info:
+            raise DraftError(f"The draft worker could not load its model: {info['error']}")
         try:
             channel = self._connected(store, meeting["hostname"])
             self.channel = SharedChannel(channel, self.process)
@@ -179,20 +181,9 @@ class WorkerProcess:
         except RuntimeError as error:
             tail = self.process.stderr_tail()
             raise DraftError(f"The draft worker did not connect: {error}\n{tail}") from error
-        message = None
-        while message is None:
-            try:
-                message = channel.receive(timeout=0.2)
-            except TimeoutError:
-                self._check_start()
-            except PeerLost:
-                raise self._early_end() from None
-        if message.kind == Kind.ERROR:
-            raise DraftError(f"The draft worker could not load its model: {message.payload}")
-        wire.expect(message, Kind.READY, 0, 0)
-        self.worker_info = message.payload
-        if self.worker_info["uncompiled_because"]:
-            logger.warning(f"The draft runs without torch.compile: {self.worker_info['uncompiled_because']}")
+        self.worker_info = info
+        if info["uncompiled_because"]:
+            logger.warning(f"The draft runs without torch.compile: {info['uncompiled_because']}")
 
     def _connected(self, store, hostname: str | None) -> Channel:
         """Connects in a thread, which is abandoned if the worker ends, because gloo keeps trying for minutes."""
@@ -215,14 +206,11 @@ class WorkerProcess:
 
     def _check_start(self) -> None:
         if not self.process.is_running:
-            raise self._early_end()
+            written = self.process.stderr_tail()
+            cause = written.rpartition("\n")[2] or "it wrote nothing"  # the last line names an uncaught exception
+            raise DraftError(f"The draft worker ended while it started: {cause}\n{written}".strip())
         if time.monotonic() > self.deadline:
             raise DraftError("The draft worker was not ready in time.")
-
-    def _early_end(self) -> DraftError:
-        written = self.process.stderr_tail()
-        cause = written.rpartition("\n")[2] or "it wrote nothing"  # the last line names an uncaught exception
-        return DraftError(f"The draft worker ended while it started: {cause}\n{written}".strip())
 
     # ---------------------------------------------------------------- the end
 

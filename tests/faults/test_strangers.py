@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import hmac
+import json
 import os
 import socket
 import threading
@@ -81,12 +82,12 @@ def test_a_stranger_that_sends_back_what_it_is_sent_is_refused(ends, monkeypatch
 
 
 NO_PROOFS = {
-    "other kind": Message(Kind.READY, payload="00" * 32),
+    "other kind": Message(Kind.END, payload="00" * 32),
     "short": Message(Kind.PROOF, payload="00" * 31),
     "no bytes": Message(Kind.PROOF, payload="no bytes"),
     "no text": Message(Kind.PROOF, payload=[0] * 32),
     "large": Message(Kind.PROOF, payload="00" * 10**5),
-    "announcing": Message(Kind.PROOF, payload="00" * 32, announces=Message(Kind.READY, payload=torch.ones(3))),
+    "announcing": Message(Kind.PROOF, payload="00" * 32, announces=Message(Kind.FEATURES, payload=torch.ones(3))),
     "silent": None,
 }
 
@@ -155,11 +156,10 @@ class Stranger:
         with contextlib.suppress(Exception):
             store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=2))
             store = dist.PrefixStore("", store)
-            store.set(worker_process.DRAFT_IS_HERE, "yes")
+            store.set(worker_process.DRAFT_IS_HERE, json.dumps(INFO))
             self.channel = Channel(store, is_target=False)
             with contextlib.suppress(AttributeError, ProtocolError):
                 meeting.prove(self.channel, b"")
-            self.channel.send(Message(Kind.READY, payload=INFO))
             while not self.ended:
                 with contextlib.suppress(TimeoutError):
                     message = self.channel.receive(1.0)
@@ -203,13 +203,12 @@ def test_a_stranger_in_the_place_of_a_worker_gets_no_prompt(target, draft, monke
         channel = Channel(store, is_target=False)
         with contextlib.suppress(ProtocolError):
             meeting.prove(channel, b"guess")
-        channel.send(Message(Kind.READY, payload=INFO))
         with contextlib.suppress(PeerLost, RuntimeError):
             Spy(channel, draft).serve()
 
     def join(place, timeout):
         store = dist.HashStore()
-        store.set(worker_process.DRAFT_IS_HERE, "yes")
+        store.set(worker_process.DRAFT_IS_HERE, json.dumps(INFO))
         threading.Thread(target=serve, args=[store], daemon=True).start()
         return store
 
