@@ -25,8 +25,8 @@ class SharedWeights:
 
     def __init__(self, model: PreTrainedModel):
         self.model = weakref.ref(model)
-        self.lock, self.version, self.is_closed = threading.Lock(), -1, False  # the version of the first copy is 0
-        self.descriptor = self.memory = self.values = None
+        self.lock, self.version = threading.RLock(), -1  # the version of the first copy is 0
+        self.descriptor = None  # of the memory, until it is freed
         self.lay_out()
 
     def fits(self) -> bool:
@@ -35,13 +35,17 @@ class SharedWeights:
         return model is None or structure_of(model) == self.structure
 
     def lay_out(self) -> None:
-        """Prepares the memory for the model as it is now. Workers that use the earlier memory must have ended."""
+        """Makes memory for the model as it is now. Workers that use the earlier memory must have ended."""
         model = self.model()
         recipe, structure = recipe_for(model), structure_of(model)
         _, entries, size = structure
         with self.lock:
-            self._forget_memory()
+            self.close()
             self.structure, self.recipe = structure, {**recipe, "entries": entries, "size": size}
+            self.descriptor, self.values = anonymous_file(), None
+            os.ftruncate(self.descriptor, size)
+            os.set_inheritable(self.descriptor, True)
+            self.memory = _map(self.descriptor, size)
 
     @property
     def description(self) -> dict:
@@ -52,18 +56,13 @@ class SharedWeights:
     def fill(self) -> int:
         """Copies the weights if they have changed, and returns their version. No worker may be in a call."""
         with self.lock:
-            if self.is_closed:
-                raise RuntimeError("the draft assistant was closed")
             if self.descriptor is None:
-                self.descriptor = anonymous_file()
-                os.ftruncate(self.descriptor, self.recipe["size"])
-                os.set_inheritable(self.descriptor, True)
-                self.memory = _map(self.descriptor, self.recipe["size"])
+                raise RuntimeError("the draft assistant was closed")
             model = self.model()
             if model is None or structure_of(model) != self.structure:
                 return self.version  # unchanged until the next call, which lays out the model anew
-            places = [place for _, _, _, place, _ in self.recipe["entries"]]
-            tensors = dict(zip(places, tensors_of(model).values()))
+            named = tensors_of(model)
+            tensors = {place: named[name] for name, _, _, place, _ in self.recipe["entries"]}
             values = values_of(tensors.values())
             if values != self.values:
                 for place, tensor in tensors.items():
@@ -74,13 +73,9 @@ class SharedWeights:
     def close(self) -> None:
         """Frees the memory, except where another process maps it. May be called more than once."""
         with self.lock:
-            self.is_closed = True
-            self._forget_memory()
-
-    def _forget_memory(self) -> None:
-        descriptor, self.descriptor, self.memory, self.values = self.descriptor, None, None, None
-        if descriptor is not None:
-            os.close(descriptor)
+            descriptor, self.descriptor, self.memory = self.descriptor, None, None
+            if descriptor is not None:
+                os.close(descriptor)
 
 
 def tensors_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -90,33 +85,25 @@ def tensors_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 def structure_of(model: PreTrainedModel) -> tuple[dict[str, str], list[list], int]:
     """
-    Returns the parts of a model, and where its tensors are in a block of memory, with the size of that. The result
-    differs if the model has other layers, shapes, dtypes or ties than before.
+    Returns descriptions of the modules and tensors of a model by their names, and where its tensors are in a block of
+    memory, with the size of that. The result differs if the model has other layers, shapes, dtypes or ties than before.
     """
-    places, entries, size = {}, [], 0
-    for name, tensor in tensors_of(model).items():
-        if id(tensor) not in places:  # tied weights are a single tensor under several names
-            places[id(tensor)] = size
-            size += (tensor.numel() * tensor.itemsize // ALIGNMENT + 1) * ALIGNMENT
-        dtype, is_parameter = str(tensor.dtype).removeprefix("torch."), isinstance(tensor, torch.nn.Parameter)
-        entries.append([name, dtype, list(tensor.shape), places[id(tensor)], is_parameter])
-    return _parts_of(model), entries, size
-
-
-def _parts_of(model: PreTrainedModel) -> dict[str, str]:
-    """Describes each module and each tensor of a model, by their names."""
-    parts = {}
+    parts, entries, places, size = {}, [], {}, 0
     for name, module in model.named_modules(remove_duplicate=False):
         changed = " with forward hooks" if any(hooks_of(module)) else ""
         changed += " with a forward of its own" if forward_of(module) is not None else ""
         kind = vars(type(module)).get("_ssd_kind", type(module))  # the class that hf_ssd.enable derived from
         parts[name] = _name_of(kind) + changed
     for name, tensor in tensors_of(model).items():
-        kind = "a parameter" if isinstance(tensor, torch.nn.Parameter) else "a buffer"
+        is_parameter, shape = isinstance(tensor, torch.nn.Parameter), list(tensor.shape)
         is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
         no_plain = "" if is_plain and not tensor.is_quantized else f"no plain tensor, but a {_name_of(type(tensor))}, "
-        parts[name] = f"{no_plain}{kind} of shape {list(tensor.shape)}"
-    return parts
+        parts[name] = f"{no_plain}{'a parameter' if is_parameter else 'a buffer'} of shape {shape}"
+        if id(tensor) not in places:  # tied weights are a single tensor under several names
+            places[id(tensor)] = size
+            size += (tensor.numel() * tensor.itemsize // ALIGNMENT + 1) * ALIGNMENT
+        entries.append([name, str(tensor.dtype).removeprefix("torch."), shape, places[id(tensor)], is_parameter])
+    return parts, entries, size
 
 
 def _name_of(kind: type) -> str:
@@ -182,7 +169,7 @@ def recipe_for(model: PreTrainedModel) -> dict:
 def _difference(model: PreTrainedModel, recipe: dict) -> str | None:
     """Describes a difference from the model that another process would build, or returns `None` if there is none."""
     try:
-        ours, theirs = _parts_of(model), _parts_of(without_weights(recipe))
+        (ours, *_), (theirs, *_) = structure_of(model), structure_of(without_weights(recipe))
     except Exception as error:  # the model's own code may raise any exception
         return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     for name in {**theirs, **ours}:
