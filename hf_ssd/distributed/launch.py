@@ -128,7 +128,7 @@ def assistant_for(draft: Draft, info=None) -> DraftAssistant | None:
             if not is_model or assistant.weights.fits():
                 return assistant
             assistant.close()
-        if is_model and draft in _refused and _refused[draft] == structure_of(draft):
+        if is_model and _refused.get(draft) == structure_of(draft):
             return None
         try:
             check_system()
@@ -163,19 +163,18 @@ def close(assistant_model: PreTrainedModel | str | os.PathLike | None = None) ->
     draft = without_wrapper(assistant_model)
     with _starting:
         if draft is None:
-            ended = [*_assistants.values(), *_assistants_of_paths.values()]
-            _assistants.clear()
-            _assistants_of_paths.clear()
+            models, paths = list(_assistants), list(_assistants_of_paths)
         elif isinstance(draft, PreTrainedModel):
-            ended = [_assistants.pop(draft, None)]
+            models, paths = [draft], []
         elif isinstance(draft, (str, os.PathLike)):
-            path = os.fspath(draft)
-            ended = [_assistants_of_paths.pop(path, None), *(_assistants.pop(head, None) for head in forget(path))]
+            models, paths = forget(os.fspath(draft)), [os.fspath(draft)]
         else:
             raise TypeError(
                 "hf_ssd.close takes the model, folder or hub id that was passed to generate() as `assistant_model`, "
                 f"not a {type(draft).__name__}; a DraftAssistant has a close() of its own."
             )
+        ended = [_assistants.pop(model, None) for model in models]
+        ended += [_assistants_of_paths.pop(path, None) for path in paths]
     for assistant in filter(None, ended):
         assistant.close()
 
@@ -220,8 +219,8 @@ def new_assistant(model: Draft, devices: list[torch.device], cores: CoreShare | 
     for device in devices:
         place = {"device": str(device), "cores": None}
         if device.type == "cpu":
-            place |= {"cores": list(next(shares)), "all_cores": list(cores.all), "threads": torch.get_num_threads()}
-            place["half"] = list(cores.half.drafts[0]) if cores.half else None
+            place |= {"cores": next(shares), "all_cores": cores.all, "threads": torch.get_num_threads()}
+            place["half"] = cores.half and cores.half.drafts[0]
         launch = functools.partial(start_worker, {**settings, **place}, weights)
         workers.append(WorkerProcess(launch, settings["timeout"]))
     assistant = DraftAssistant(workers, cores, weights, wait=wait)
@@ -231,11 +230,11 @@ def new_assistant(model: Draft, devices: list[torch.device], cores: CoreShare | 
     return assistant
 
 
-def start_worker(settings: dict, weights: SharedWeights | None = None, meeting: dict | None = None):
-    """Starts a worker as a child of this process, and returns it with the place where it meets the target."""
+def start_worker(settings: dict, weights: SharedWeights | None = None, meeting: dict | None = None) -> Child:
+    """Starts a worker as a child of this process."""
     meeting, descriptors = private_meeting() if meeting is None else (meeting, [])
     settings = {**settings, "meeting": meeting, "weights": None}
     if weights is not None:
         weights.fill()
         settings["weights"], descriptors = weights.description, [*descriptors, weights.descriptor]
-    return Child(settings, descriptors), meeting
+    return Child(settings, descriptors)

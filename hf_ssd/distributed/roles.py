@@ -1,11 +1,9 @@
 """Under torchrun: which ranks hold the target, which ranks draft, and how target and draft find each other.
 
-torchrun ends all ranks when any rank is killed, so a draft rank does nothing that could kill it: it is a supervisor,
-whose child is the draft worker, which holds the GPU, and may die and be restarted alone. Target and supervisor leave
-each other notes in torchrun's store: which child is `asked` for, which child to `kill`, which child has `ended` and the
-end of its standard error, and whether the target is `done`.
-
-There is no private pipe between ranks, so target and draft trust torchrun's store, and everyone who can reach it.
+torchrun ends all ranks when any rank is killed, so a draft rank is a supervisor, whose child, the draft worker, may die
+and be restarted alone. Target and supervisor leave each other notes in torchrun's store, which both trust: which child
+is `asked` for, which child to `kill`, which child has `ended` and the end of its standard error, and whether the target
+is `done`.
 """
 
 import atexit
@@ -13,6 +11,7 @@ import functools
 import itertools
 import os
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch
@@ -110,7 +109,8 @@ class Roles:
         if self.is_draft:
             raise ValueError("This rank drafts, so it has no draft to talk to; call `roles.serve(model)`.")
         places = [self._place(index) for index in range(self.num_draft_ranks)] if self.is_leader else []
-        return DraftAssistant([worker_of(place, START_TIMEOUT) for place in places], ranks=self.ranks)
+        starts = [functools.partial(SupervisedChild, place, itertools.count()) for place in places]
+        return DraftAssistant([WorkerProcess(start, START_TIMEOUT) for start in starts], ranks=self.ranks)
 
     def serve(
         self,
@@ -230,59 +230,48 @@ def check_heads(config: PreTrainedConfig, tp_size: int) -> None:
 # ---------------------------------------------------------------- the workers of draft ranks
 
 
-def worker_of(place: dict, timeout: float) -> WorkerProcess:
-    """Returns the worker of a draft rank: a child that is asked for by a note in `place`."""
-    notes, numbers = join(place, STORE_TIMEOUT), itertools.count()
-
-    def launch() -> tuple[SupervisedChild, dict]:
-        number = next(numbers)
-        return SupervisedChild(notes, number), meeting_of(place, number)
-
-    return WorkerProcess(launch, timeout)
-
-
 def meeting_of(place: dict, number: int) -> dict:
     """Returns where the child of this number meets the target. `place` is the place of the notes of its rank."""
     return {**place, "prefix": f"{place['prefix']}/{number}"}
 
 
 class SupervisedChild:
-    """A supervisor's child as the target sees it, with the methods of [`Child`]. The first one, 0, starts unasked."""
+    """
+    A supervisor's child as the target sees it, with the interface of [`Child`]. It is asked for by a note in `place`;
+    the first one, 0, starts unasked.
+    """
 
-    def __init__(self, notes: dist.Store, number: int):
-        self.notes, self.number = notes, number
-        notes.set(f"asked/{number}", "yes")
+    def __init__(self, place: dict, numbers: Iterator[int]):
+        self.notes, self.number = join(place, STORE_TIMEOUT), next(numbers)
+        self.meeting = meeting_of(place, self.number)
+        self.notes.set(f"asked/{self.number}", "yes")
 
     @property
     def is_running(self) -> bool:
         return not self.notes.check([f"ended/{self.number}"])
 
-    def wait(self, timeout: float) -> bool:
-        deadline = time.monotonic() + timeout
+    def stderr_tail(self) -> str:
+        deadline = time.monotonic() + SUPERVISOR_TIMEOUT
         while self.is_running and time.monotonic() < deadline:
             time.sleep(POLL)
-        return not self.is_running
-
-    def stderr_tail(self) -> str:
-        if not self.wait(SUPERVISOR_TIMEOUT):
-            return ""
-        return self.notes.get(f"ended/{self.number}").decode("utf-8", errors="replace").strip()
+        written = "" if self.is_running else self.notes.get(f"ended/{self.number}").decode("utf-8", errors="replace")
+        return written.strip()
 
     def end(self) -> None:
         self.notes.set(f"kill/{self.number}", "yes")
-        self.wait(SUPERVISOR_TIMEOUT)
+        self.stderr_tail()  # when it has ended
 
 
 def supervise(place: dict, settings: dict, weights: SharedWeights | None) -> None:
     """Starts a worker, and another one whenever the target asks for it, until the target or the store is gone."""
     notes, number, was_told = join(place, STORE_TIMEOUT), 0, False
-    process, _ = start_worker(settings, weights, meeting_of(place, number))
+    process = start_worker(settings, weights, meeting_of(place, number))
     try:
         while not notes.check(["done"]):
             if notes.check([f"asked/{number + 1}"]):
                 process.end()
                 number, was_told = number + 1, False
-                process, _ = start_worker(settings, weights, meeting_of(place, number))
+                process = start_worker(settings, weights, meeting_of(place, number))
             elif process.is_running and notes.check([f"kill/{number}"]):
                 process.end()
             elif not process.is_running and not was_told:

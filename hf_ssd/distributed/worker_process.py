@@ -54,6 +54,7 @@ class Child:
     def __init__(self, settings: dict, descriptors: list[int]):
         import fcntl  # Windows has no such module; see `check_system`
 
+        self.meeting = settings["meeting"]
         environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER)}
         environment |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"}
         if settings["cores"]:
@@ -111,8 +112,7 @@ class WorkerProcess:
     """A draft worker. It starts in a thread of its own, and when its process has ended, another can take its place."""
 
     def __init__(self, launch: Callable, timeout: float):
-        # Starts a process, and returns it (a `Child` or a `SupervisedChild`) and where it meets this process.
-        self.launch, self.timeout = launch, timeout
+        self.launch, self.timeout = launch, timeout  # `launch` starts and returns a `Child` or a `SupervisedChild`
         self.process = self.thread = None
         self.channel: SharedChannel | None = None
         self.error: DraftError | None = None  # of the last start, until a call was told; then the worker `is_lost`
@@ -149,14 +149,14 @@ class WorkerProcess:
     def _start(self) -> None:
         try:
             self.deadline = time.monotonic() + self.timeout
-            self.process, meeting = self.launch()
+            self.process = self.launch()
             if self.is_cancelled:
                 self.process.end()
             try:
-                self._connect(meeting)
+                self._connect()
             except BaseException:
                 self.kill()
-                check_file(meeting)
+                check_file(self.process.meeting)
                 raise
         except DraftError as error:
             self.error = error
@@ -164,8 +164,9 @@ class WorkerProcess:
             self.error = DraftError(f"The draft worker could not be started: {error}")
             self.error.__cause__ = error
 
-    def _connect(self, meeting: dict) -> None:
+    def _connect(self) -> None:
         """Waits until the worker has loaded its model, or raises [`DraftError`] with the worker's own message."""
+        meeting = self.process.meeting
         store = keep_when_forked(join(meeting, self.timeout))
         while not store.check([DRAFT_IS_HERE]):
             self._check_start()

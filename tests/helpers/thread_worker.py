@@ -35,10 +35,10 @@ class ThreadWorker(WorkerProcess):
     """
 
     def __init__(self, draft):
-        super().__init__(launch=lambda: (self, {}), timeout=60.0)  # it is its own process
+        super().__init__(launch=lambda: self, timeout=60.0)  # it is its own process
         self.draft, self.sent, self.server = draft, [], None
 
-    def _connect(self, meeting):
+    def _connect(self):
         self.own_end, self.other_end = channel_ends()
         self.channel = SharedChannel(self.own_end, self)
         info = dataclasses.asdict(DraftInfo.of(self.draft.config))
