@@ -101,6 +101,8 @@ class DraftServer:
         """Drops messages of a call that failed or was interrupted."""
         call = self.calls.get(message.session)
         is_of_call = call is not None
+        if is_of_call and message.kind != Kind.END:
+            wire.expect(message, message.kind, call.number, call.round)
         match message.kind:
             case Kind.START:
                 self._start(message)
@@ -165,7 +167,6 @@ class DraftServer:
 
     def _join(self, call: Call, message: Message) -> None:
         """Keeps the next tokens of a row until its outcome has been answered."""
-        wire.expect(message, Kind.JOIN, call.number, call.round)
         rows, vocab_size = len(call.speculator.finished), call.speculator.drafter.vocab_size
         row, start, tokens, settings, seed = wire.read_join(message.payload, rows, vocab_size)
         options = None if settings is None else read_options(settings)
@@ -176,7 +177,6 @@ class DraftServer:
     def _answer(self, call: Call, message: Message) -> None:
         speculator = call.speculator
         outcome, plan = wire.read_outcome(message.payload, len(speculator.finished))
-        wire.expect(message, Kind.OUTCOME, call.number, call.round)
         call.mode = plan.mode
         self._share_cores()
         is_alone = speculator.num_workers == 1
@@ -196,7 +196,6 @@ class DraftServer:
 
     def _take_proposals(self, call: Call, message: Message) -> None:
         """Moves on to the tokens that are verified next, after drafting those that no worker has prepared if asked."""
-        wire.expect(message, Kind.SPECULATION, call.number, call.round)
         speculator, drafter = call.speculator, call.speculator.drafter
         told = wire.read_speculation(message.payload, len(speculator.finished), drafter.vocab_size)
         if not told.record.lookahead:

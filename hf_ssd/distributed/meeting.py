@@ -1,9 +1,9 @@
 """How target and draft find each other, and prove to each other who they are.
 
-A launched worker and its target meet in a file without a name, which only the two can open, and share a secret, because
-gloo takes the first process that connects for the peer. Each side sends a fresh nonce over its outgoing direction, and
-then the HMAC of both nonces, so a valid proof shows that both directions lead to the process that knows the secret. No
-process can stand in the middle: one side connects to the address in the file. Under torchrun the secret is empty.
+They share a secret, because gloo takes the first process that connects for the peer. Each side sends a fresh nonce over
+its outgoing direction, and then the HMAC of both nonces, so a valid proof shows that both directions lead to the other
+process. None can stand in the middle: one side connects to the address in a file that only the two can open. Under
+torchrun the secret is empty.
 """
 
 import atexit

@@ -21,10 +21,8 @@ class SeveralDrafts(DraftSession):
     Each worker sends the speculation that it has prepared for the outcome of the round. No two workers prepare the same
     outcome, so each row takes the speculation of the worker that has it. If tokens are missing, the first worker, the
     *primary*, completes the speculation, and the others are told the result; or all are told what the target's process
-    proposes for rows that missed. No outcome comes with tokens that the target's process proposes.
-
-    A worker that fails is left out from then on. The failure is an error only if no worker is left, or if
-    `on_draft_failure` is `"raise"`. For the arguments see [`WorkerSession`].
+    proposes for rows that missed. A worker that fails is left out from then on, which is an error only if no worker is
+    left, or if `on_draft_failure` is `"raise"`.
     """
 
     def __init__(self, workers: list, number: int, request: SessionRequest):
@@ -60,7 +58,7 @@ class SeveralDrafts(DraftSession):
             primary = self.sessions[0]
             completed = self._try(primary, lambda session: self._complete(session, found, width))
         if completed is not None:
-            found.tokens, record.steps = completed.tokens, completed.record.steps
+            found.tokens, record.steps, self.q = completed.tokens, completed.record.steps, completed.probabilities
             record.answer_seconds += completed.record.answer_seconds
         self.answer = found
         if any(missed):
@@ -87,6 +85,7 @@ class SeveralDrafts(DraftSession):
         return q
 
     def _receive(self, session: WorkerSession, deadline: float) -> Speculation:
+        """Returns the answer of a worker, with probabilities when sampling."""
         found = session.receive_speculation(max(TIME_TO_READ, deadline - time.monotonic()))
         if self.uses_q and found.width:
             found.probabilities = session.receive_probabilities()
@@ -107,9 +106,7 @@ class SeveralDrafts(DraftSession):
 
     def _complete(self, primary: WorkerSession, found: Speculation, width: int) -> Speculation:
         primary.send_proposals(found.tokens, found.record.sources, width)
-        completed = primary.receive_speculation()
-        self.q = primary.receive_probabilities() if self.uses_q else None
-        return completed
+        return self._receive(primary, time.monotonic() + self.config.timeout)
 
     # ---------------------------------------------------------------- failures and the end
 

@@ -3,9 +3,6 @@
 A message is a frame of 1024 bytes: a header of 9 integers, and JSON, which follows the frame in its own transfer if it
 is longer. A message may announce a tensor, which is the next message: the receiver gets ready for it at once, and the
 sender need not have it yet.
-
-A new message needs a [`Kind`], and a `write_...` and a `read_...` function if it has more than fields. A new field of a
-plan, a record or a call only needs a line in its table.
 """
 
 import json
@@ -48,9 +45,7 @@ class ProtocolError(RuntimeError):
 
 @dataclass(frozen=True)
 class Field:
-    """
-    The encoding of a value as an integer in a range: `write` converts the value to it, and `read` converts it back.
-    """
+    """The encoding of a value as an integer in a range: `write` converts the value to it, and `read` back."""
 
     first: int = -(2**63)
     last: int = 2**63 - 1
