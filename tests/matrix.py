@@ -103,6 +103,7 @@ PLANNED = {  # whose modes are chosen by what a round takes
 TREES = {
     "trees": {"lookahead": 4, "budget": 16, "tree_nodes": 10},
     "wide trees": {"lookahead": 2, "budget": 16, "tree_nodes": 9},
+    "trees of n-grams": {"drafter": "ngram", "lookahead": 5, "tree_nodes": 9},
 }
 NO_TREES = ("hybrid", "two drafts")  # pairs for which chains are verified, the second if its workers draft
 SETTINGS = {
@@ -238,6 +239,7 @@ GREEDY_CELLS = [
     *cells(["no draft"], ["n-grams alone"], ["nothing", "repetition penalty", "custom processors"], (1, 4)),
     *cells(["llama", "gemma", "parallel", "another tokenizer", *NO_TREES], ["trees"], NOTHING, (4,)),
     *cells(["llama"], ["wide trees"], NOTHING, (1,)),
+    *cells(["no draft"], ["trees of n-grams"], NOTHING, (1, 4)),
     *cells(["llama"], ["trees"], ["two tokens", "repetition penalty", "custom processors", "prefix function"], (4,)),
     *cells(["llama"], ["trees"], ["max_length", "stop strings of a config", "stops by scores"], (3,)),
 ]
@@ -258,6 +260,7 @@ COUPLED_CELLS = [
     *cells(["no draft"], ["n-grams alone"], ["top_k"], (4,)),
     *cells(["llama"], ["trees"], ["penalty", "eos", "several sequences", "custom processors"], (4,)),
     *cells(["gemma", "parallel", "another tokenizer"], ["wide trees"], ["everything"], (4,)),
+    *cells(["no draft"], ["trees of n-grams"], ["top_k"], (4,)),
 ]
 SLOW = ["two drafts, parallel", "compiled, parallel"]  # pairs of the slow suite
 OFFLOADED = ["disk in the middle", "disk at both ends"]

@@ -32,6 +32,38 @@ def test_the_first_proposal_is_that_of_the_rule(text, count):
         assert NgramIndex(text).propose(count) == rule(text, count)
 
 
+def other_ways(text: list[int], tokens: list[int]) -> set[tuple[int, int]]:
+    """The first other token after each occurrence of the last two tokens, by looking at all places."""
+    found = set()
+    for place in range(2, len(text)):
+        if text[place - 2 : place] == text[-2:]:
+            differ = [depth for depth, (one, other) in enumerate(zip(text[place:], tokens)) if one != other]
+            found |= {(depth, text[place + depth]) for depth in differ[:1]}
+    return found
+
+
+def check_siblings():
+    @given(TEXTS, st.integers(1, 20))
+    @settings(max_examples=200)
+    def check(text, count):
+        index = NgramIndex(text)
+        tokens = index.propose(count)
+        assert (found := index.siblings(tokens)) == [*dict.fromkeys(found)] and {*found} == other_ways(text, tokens)
+
+    check()
+
+
+def test_siblings_of_a_proposal_are_the_other_ways_in_which_the_text_went_on(monkeypatch):
+    monkeypatch.setattr(ngrams, "PLACES", 100)
+    check_siblings()
+    text = [7, 1, 2, 3, 4, 5, 1, 2, 8, 9, 7, 1, 2, 3, 6, 7, 1, 2]  # the longest match first, and of these the latest
+    index = NgramIndex(text)
+    assert index.propose(3) == [3, 6, 7] and index.siblings([3, 6, 7]) == [(1, 4), (0, 8)]
+    monkeypatch.setattr(ngrams.os.path, "commonprefix", lambda texts: [])  # the mutant: all differ at once
+    with pytest.raises(AssertionError):
+        check_siblings()
+
+
 @given(TEXTS, st.lists(TEXTS, max_size=5))
 @settings(max_examples=100)
 def test_a_text_that_grows_has_the_links_of_one_that_was_given_at_once(text, more):

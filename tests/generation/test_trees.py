@@ -15,6 +15,7 @@ from hf_ssd.distributed import wire
 from hf_ssd.drafting import siblings
 from hf_ssd.drafting.speculation_cache import SpeculationCache
 from hf_ssd.generation import deciding, trees
+from hf_ssd.generation.proposers.ngrams import NgramIndex
 from hf_ssd.generation.trees import NO_TOKEN, Tree
 from hf_ssd.generation.verification import Chance, verify_coupled
 from hf_ssd.noise import Noise
@@ -173,10 +174,10 @@ def test_a_branch_goes_on_behind_a_sibling_that_was_accepted():
     assert cache.go_on(0, 0, 6) and cache.tokens[0] == [[7], [8, 9]] and cache.beside[0][0] == [[2]]
 
 
-def call(pair, max_new_tokens=40, **settings):
+def call(pair, max_new_tokens=40, vocabulary=VOCAB, **settings):
     target, draft = pair
     config = {"lookahead": 3, "budget": 8, "tree_nodes": 8, "asynchronous": False, **settings}
-    inputs = {"input_ids": torch.stack([texts_of(row, 9) for row in range(2)])}
+    inputs = {"input_ids": torch.stack([texts_of(row, 9) for row in range(2)]) % vocabulary}
     options = {"max_new_tokens": max_new_tokens, "do_sample": False, "return_dict_in_generate": True}
     output = target.generate(**inputs, **options, assistant_model=draft, ssd_config=hf_ssd.SSDConfig(**config))
     assert torch.equal(output.sequences, target.generate(**inputs, **options).sequences)
@@ -189,6 +190,18 @@ def test_trees_give_more_tokens_a_round_than_the_chain_in_them(target, draft):
     assert sum(taken) > 0 and not any("nodes" in one.details for one in intervals(chain))
     assert {*chain.column("nodes")} == {0} and 8 in tree.column("nodes")
     assert tree.tokens_per_round > chain.tokens_per_round and tree.rounds < chain.rounds
+
+
+def test_siblings_of_ngrams_gain_tokens_too(monkeypatch):
+    """Where a text has gone on in several ways after the same tokens, the others are siblings."""
+    pair = hf_ssd.enable(tiny_model(vocab_size=12)), None
+    settings = {"vocabulary": 12, "drafter": "ngram", "lookahead": 4, "budget": "auto", "tree_nodes": 8}
+    tree = call(pair, 80, **settings)
+    taken = [record.took_sibling(row) for record in tree.records for row in record.live]
+    assert sum(taken) > 3 and 8 in tree.column("nodes")
+    monkeypatch.setattr(NgramIndex, "siblings", lambda self, tokens: [])  # the mutant
+    chain = call(pair, 80, **settings)
+    assert {*chain.column("nodes")} == {0} and chain.tokens_per_round < tree.tokens_per_round
 
 
 def behind_siblings(pair) -> list[int]:

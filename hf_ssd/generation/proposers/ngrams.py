@@ -46,6 +46,10 @@ class Ngrams(Proposer):
         ]
         return [tokens[:most] if matched >= least else [] for tokens, matched in self.found]
 
+    def siblings(self, row: int, tokens: list[int], count: int) -> list[tuple[int, int]]:
+        """Returns up to `count` siblings that a token tree verifies beside these tokens of a row."""
+        return self.rows[row].siblings(tokens)[:count] if self.rows else []
+
     def compare(self, new: list[list[int]]) -> tuple[list[int], list[int]]:
         """
         Returns how many of the new tokens of each row the last `first` gives, the bonus token included: where nothing
@@ -107,6 +111,19 @@ class NgramIndex:
             return []
         period = end - best
         return [text[best + i % period] for i in range(min(count, TOKENS_PER_MATCHED * longest))]
+
+    def siblings(self, tokens: list[int]) -> list[tuple[int, int]]:
+        """
+        Returns where the text has gone on in another way than with these proposed tokens, after other occurrences of
+        the last tokens: the depth of the first other token, and this token. Those of longer matches come first.
+        """
+        found = {}
+        for place in sorted(self._occurrences(self.earlier[-1] if self.tokens else 0), key=self._length, reverse=True):
+            others = self.tokens[place : place + len(tokens)]
+            depth = len(os.path.commonprefix([others, tokens]))
+            if depth < len(others):
+                found[depth, others[depth]] = None
+        return list(found)
 
     def _occurrences(self, place: int):
         for _ in range(PLACES):

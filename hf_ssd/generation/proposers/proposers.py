@@ -7,7 +7,7 @@ import torch
 
 from ...devices import from_host
 from ...distributed.sessions import SessionRequest
-from ...rounds import EARLY, LONGEST_EARLY, NOTHING, PLAIN, Plan, Speculation, padded
+from ...rounds import AHEAD, EARLY, LONGEST_EARLY, NOTHING, PLAIN, Plan, Speculation, padded
 from . import PROPOSERS
 from .base import Proposal, Proposer
 
@@ -114,9 +114,12 @@ class Proposers:
         record.mode = PLAIN if answer is None and not self.has_no_draft else self.plan.mode
         record.early = max(self.plan.early, self.longest_forced)
         speculation = Speculation(tokens, None, record)
-        if found.siblings is not None:
-            siblings = [own if drafted else [] for own, drafted in zip(found.siblings, self.drafted)]
-            speculation.siblings = siblings if any(siblings) else None
+        siblings = [own if n else [] for own, n in zip(found.siblings or [[]] * len(tokens), self.drafted)]
+        count = self.plan.nodes - width
+        for row, early in enumerate(self.proposed):
+            if early and count > 0 and record.mode != AHEAD:  # a draft knows no outcomes behind siblings of others
+                siblings[row] = self.early.siblings(row, early, count)
+        speculation.siblings = siblings if any(siblings) else None
         return speculation, bool(self.missed)
 
     @property
