@@ -12,11 +12,9 @@ from hf_ssd.distributed.sessions import SessionRequest
 from hf_ssd.generation.proposers.base import Proposal
 from hf_ssd.generation.proposers.custom import CustomFallback, is_proposer
 from hf_ssd.generation.proposers.ngrams import NgramIndex, Ngrams
-from hf_ssd.generation.proposers.proposers import Proposers, point_masses
+from hf_ssd.generation.proposers.proposers import Proposers
 from hf_ssd.generation.proposers.random_tokens import RandomFallback
 from hf_ssd.noise import Noise
-
-from ..helpers.sampled_strings import chi_square, power_of
 
 VOCAB, CPU = 6, torch.device("cpu")
 
@@ -88,79 +86,10 @@ def test_ngram_by_hand():
 # ---------------------------------------------------------------- random
 
 
-def random_tokens(fallback, starts, rows=32, lookahead=3):
-    """Proposals behind these starts of a text that counts up to the vocabulary again and again, `(starts, rows, n)`."""
-    text = (torch.arange(max(starts)) % fallback.vocab_size).tolist()
-    asked = [fallback.propose([text[:start]] * rows, list(range(rows)), lookahead) for start in starts]
-    return torch.tensor([[tokens for tokens, _ in proposals] for proposals in asked])
-
-
-def whole_texts(vocab_size, count=250):
-    """Starts behind which each token has the same share of the text."""
-    return range(vocab_size, vocab_size * (count + 1), vocab_size)
-
-
-def uniform_fits(measure, tokens, vocab_size):
-    """Whether tokens are uniform, and independent of the ones at the next place, row and position."""
-    found = [measure(torch.bincount(tokens.flatten(), minlength=vocab_size), torch.ones(vocab_size) / vocab_size)]
-    for dim in range(3):
-        count = tokens.shape[dim] - 1
-        pairs = tokens.narrow(dim, 0, count) * vocab_size + tokens.narrow(dim, 1, count)
-        counts = torch.bincount(pairs.flatten(), minlength=vocab_size**2)
-        found.append(measure(counts, torch.ones(vocab_size**2) / vocab_size**2))
-    return found
-
-
-@pytest.mark.parametrize("vocab_size", [2, 7, pytest.param(64, marks=pytest.mark.slow)])
-def test_random_tokens_are_uniform_and_independent(vocab_size):
-    tokens = random_tokens(RandomFallback(vocab_size, 5), whole_texts(vocab_size))
-    assert min(uniform_fits(chi_square, tokens, vocab_size)) > 1e-3
-
-
-class NotTheLast(RandomFallback):
-    def propose(self, *request):
-        tokens = torch.tensor([tokens for tokens, _ in super().propose(*request)])
-        return [Proposal(row) for row in (tokens * (self.vocab_size - 1) // self.vocab_size).tolist()]
-
-
-class FirstBytes(RandomFallback):
-    def propose(self, texts, *request):
-        return super().propose([text[:256] for text in texts], *request)
-
-
-class SameForEachRow(RandomFallback):
-    def propose(self, texts, rows, lookahead):
-        return super().propose(texts, [0] * len(rows), lookahead)
-
-
-class RowAndPositionAdded(RandomFallback):
-    """Neighbouring places share their numbers."""
-
-    def propose(self, texts, rows, lookahead):
-        longer = [[*texts[r], *((len(texts[r]) + i) % self.vocab_size for i in range(r))] for r in rows]
-        return [super(RowAndPositionAdded, self).propose([text], [0], lookahead)[0] for text in longer]
-
-
-@pytest.mark.parametrize("mutant", [NotTheLast, FirstBytes, SameForEachRow])
-def test_random_mistakes_are_noticed(mutant):
-    assert max(uniform_fits(power_of, random_tokens(mutant(25, 5), whole_texts(25, 100)), 25)) > 0.99
-
-
-def check_all_places_differ(fallback):
-    tokens = random_tokens(fallback, range(1000, 1300), rows=8, lookahead=8).flatten(0, 1)
-    assert len(tokens.unique(dim=0)) == len(tokens)
-
-
-def test_no_two_places_share_numbers():
-    check_all_places_differ(RandomFallback(1000, 5))
-    with pytest.raises(AssertionError):
-        check_all_places_differ(RowAndPositionAdded(1000, 5))
-
-
 def check_shares(fallback):
     """Each token is drawn from what the proposal says, which is its share of the text."""
     drawn = torch.zeros(2, 11)
-    for seed in range(1000):
+    for seed in range(300):
         fallback.noise = Noise(seed, 11)
         proposals = fallback.propose([[3, 5, 3, 3], [7, 8, 8]], [1, 0], 2)
         drawn += torch.nn.functional.one_hot(torch.tensor([tokens for tokens, _ in proposals]), 11).sum(1)
@@ -171,7 +100,7 @@ def check_shares(fallback):
     for row in range(2):
         possible = expected[row] > 0
         assert not drawn[row, ~possible].any()
-        assert stats.chisquare(drawn[row, possible], 2000 * expected[row, possible]).pvalue > 1e-3
+        assert stats.chisquare(drawn[row, possible], 600 * expected[row, possible]).pvalue > 1e-3
 
 
 class EachTokenAlike(RandomFallback):
@@ -325,16 +254,17 @@ def test_custom_answers_that_cannot_be(answer, error, message):
 
 
 @pytest.mark.parametrize(
-    "candidates", [torch.tensor([[1, 2, 0, 4, 5]]), torch.tensor([[5]]), torch.tensor([1, 2, 3, 4])]
+    "candidates, logits, message",
+    [
+        ([[1, 2, 0, 4, 5]], None, "do not begin with the given `input_ids`"),
+        ([[5]], None, "do not begin with the given `input_ids`"),
+        ([1, 2, 3, 4], None, "do not begin with the given `input_ids`"),
+        ([[1, 2, 3, 4, 5, 0]], torch.zeros(1, 1, VOCAB), r"shape \(1, 1, 6\), not \(2, 6\)"),
+    ],
 )
-def test_candidates_that_do_not_begin_with_the_input(candidates):
-    with pytest.raises(ValueError, match="ScriptedCandidates .*do not begin with the given `input_ids`"):
-        ask(ScriptedCandidates(candidates))
-
-
-def test_candidate_logits_of_another_shape():
-    with pytest.raises(ValueError, match=r"ScriptedCandidates .*shape \(1, 1, 6\), not \(2, 6\)"):
-        ask(ScriptedCandidates(torch.tensor([[1, 2, 3, 4, 5, 0]]), torch.zeros(1, 1, VOCAB)))
+def test_candidates_that_cannot_be(candidates, logits, message):
+    with pytest.raises(ValueError, match=f"ScriptedCandidates .*{message}"):
+        ask(ScriptedCandidates(torch.tensor(candidates), logits))
 
 
 class NeedsTheTarget(ScriptedCandidates):
@@ -348,17 +278,8 @@ class WrongArguments:
 
 def test_is_proposer():
     assert is_proposer(Scripted()) and is_proposer(PromptLookupCandidateGenerator())
-    unfit = [
-        "ngram",
-        None,
-        3,
-        torch.nn.Linear(1, 1),
-        Scripted,
-        CandidateGenerator,
-        WrongArguments(),
-        NeedsTheTarget(None),
-        Ngrams(),
-    ]
+    unfit = ["ngram", None, 3, torch.nn.Linear(1, 1), Scripted, CandidateGenerator, Ngrams()]
+    unfit += [WrongArguments(), NeedsTheTarget(None)]
     assert not any(is_proposer(value) for value in unfit)
     with pytest.raises(TypeError, match="`fallback` is a WrongArguments, which cannot propose tokens"):
         CustomFallback(WrongArguments(), VOCAB)
@@ -385,9 +306,3 @@ def test_each_row_has_the_distributions_that_its_tokens_were_drawn_from():
 
 
 # ---------------------------------------------------------------- what all share
-
-
-def test_point_masses():
-    tokens = torch.tensor([[2, 0], [1, 5]])
-    dense = point_masses(tokens, VOCAB)
-    assert dense.dtype == torch.float32 and torch.equal(dense, torch.eye(VOCAB)[tokens])
