@@ -167,8 +167,8 @@ def test_attention_that_takes_no_masks_runs_uncompiled_and_sees_no_more_than_is_
 @torch.inference_mode()
 def test_whatever_is_planned_a_draft_compiles_once_for_one_row_and_once_for_several(compilations):
     draft = to_compile(tiny_draft(**ONE_LAYER))
-    for rows in (1, 1, 3, 2):
-        for lookahead, budget in [(3, 4), (1, 1), (2, 1), (5, 9)]:
+    for rows in (1, 3, 2):
+        for lookahead, budget in [(3, 4), (1, 1), (5, 9)]:
             config, generation_config = hf_ssd.SSDConfig(lookahead, budget), GenerationConfig(max_length=99)
             prompts = [torch.arange(2, 9 + row) for row in range(rows)]
             drafter = AutoregressiveDrafter(draft, config, generation_config, prompts, seed=0)

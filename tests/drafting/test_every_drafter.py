@@ -89,7 +89,8 @@ PADDED = {
     "input_ids": torch.tensor([[0, 0, 2, 3, 1], [3, 1, 2, 2, 4], [0, 0, 0, 0, 5]]),
     "attention_mask": torch.tensor([[0, 0, 1, 1, 1], [1] * 5, [0, 0, 0, 0, 1]]),
 }
-OPTIONS = {"greedy": {}, "penalty": {"repetition_penalty": 1.3}, "end": {"eos_token_id": [1], "min_new_tokens": 6}}
+ENDS = {"repetition_penalty": 1.3, "eos_token_id": [1], "min_new_tokens": 12}
+OPTIONS = {"greedy": {}, "a penalty and ends": ENDS}
 
 
 def greedy(small, case, tree_nodes="auto", **options):
