@@ -13,8 +13,6 @@ from hf_ssd.cache import packed
 from hf_ssd.cli import models, pair
 from hf_ssd.cli.main import main
 
-from .conftest import goes_on_as_plain
-
 
 def test_a_conversation():
     typed = "class Reader:\n\n/help\n/nothing\n/stats\n    def read(self):\n/clear\nimport os\n/quit\nnot read\n"
@@ -26,11 +24,6 @@ def test_a_conversation():
     assert "/clear  forgets the text so far" in done.stdout
     assert "There is no command /nothing; /help lists them." in done.stdout
     assert done.stdout.count("> ") == 9  # /quit was the last thing read
-
-
-def test_the_caches_go_on_from_turn_to_turn(chat):
-    chat.answer("class Reader:\n    def __init__(self, path):\n        self.path = path\n")
-    goes_on_as_plain(chat, "\n    def read(self):\n")
 
 
 def test_what_the_text_no_longer_begins_with_is_dropped(chat):
