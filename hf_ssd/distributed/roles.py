@@ -264,19 +264,18 @@ class SupervisedChild:
 
 def supervise(place: dict, settings: dict, weights: SharedWeights | None) -> None:
     """Starts a worker, and another one whenever the target asks for it, until the target or the store is gone."""
-    notes, number, was_told = join(place, STORE_TIMEOUT), 0, False
+    notes, number = join(place, STORE_TIMEOUT), 0
     process = start_worker(settings, weights, meeting_of(place, number))
     try:
         while not notes.check(["done"]):
             if notes.check([f"asked/{number + 1}"]):
                 process.end()
-                number, was_told = number + 1, False
+                number += 1
                 process = start_worker(settings, weights, meeting_of(place, number))
             elif process.is_running and notes.check([f"kill/{number}"]):
                 process.end()
-            elif not process.is_running and not was_told:
+            elif not process.is_running and not notes.check([f"ended/{number}"]):
                 notes.set(f"ended/{number}", process.stderr_tail() or " ")
-                was_told = True
             time.sleep(POLL)
     except (dist.DistError, RuntimeError):
         pass  # the store is gone, and with it the target

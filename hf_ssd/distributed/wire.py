@@ -128,10 +128,7 @@ def pack(message: Message) -> list[torch.Tensor]:
     # Tensors, and what users pass of numpy's, travel as lists.
     text = json.dumps(message.payload, default=lambda array: array.tolist()).encode()
     next_, header = message.announces, [MAGIC, VERSION, message.kind, message.session, message.round, len(text)]
-    if next_ is None:
-        header += [0, 0, 0]
-    else:
-        header += [next_.kind, TENSOR_TYPES.index(next_.payload.dtype), len(next_.payload)]
+    header += [next_.kind, TENSOR_TYPES.index(next_.payload.dtype), len(next_.payload)] if next_ else [0, 0, 0]
     is_inline = HEADER.size + len(text) <= FRAME_LENGTH
     frame = (HEADER.pack(*header) + (text if is_inline else b"")).ljust(FRAME_LENGTH, b"\0")
     return [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in ([frame] if is_inline else [frame, text])]
@@ -149,17 +146,17 @@ def unpack(frame: torch.Tensor, largest: int = LARGEST_PAYLOAD) -> Message:
     if version != VERSION:
         raise ProtocolError(f"a message has protocol version {version}, this side speaks version {VERSION}")
     *of_message, length = read_fields(MESSAGE, header[:4], "a message").values()
-    message, announced = Message(*of_message), None
+    message, announced = Message(*of_message), {"length": 0}
     if any(header[4:]):
         announced = read_fields(ANNOUNCED, header[4:], "an announced message")
     is_inline = HEADER.size + length <= FRAME_LENGTH
-    if max(0 if is_inline else length, announced["length"] if announced else 0) > largest:
+    if max(0 if is_inline else length, announced["length"]) > largest:
         raise ProtocolError(f"a message of kind {message.kind.name} announces more than {largest} elements")
     if is_inline:
         message.payload = read_json(data[HEADER.size : HEADER.size + length])
     else:
         message.payload = torch.empty(length, dtype=torch.uint8)
-    if announced:
+    if announced["length"]:
         tensor = torch.empty(announced["length"], dtype=announced["type"])
         message.announces = Message(announced["kind"], message.session, message.round, tensor)
     return message
@@ -215,15 +212,13 @@ def read_outcome(values, rows: int) -> tuple[Outcome, Plan]:
     return Outcome(read_tokens(tokens, rows, LARGEST_PAYLOAD), proposed), read_plan(plan)
 
 
-def read_join(values, rows: int, vocab_size: int) -> tuple[int, int, list[int], dict | None, int]:
+def read_join(values, rows: int, vocab_size: int) -> list:
     """Returns the row, how many of its tokens came before, its next tokens, settings with the last ones, and seed."""
-    row, start, tokens, settings, seed = read_list(values, 5, "a row that joins")
-    (tokens,) = read_tokens([tokens], 1, LARGEST_PAYLOAD, vocab_size)
-    if not isinstance(settings, dict | None):
-        raise ProtocolError(f"{settings!r:.100} cannot be the settings of a row")
+    row, start, tokens, _, seed = read_list(values, 5, "a row that joins")
+    read_numbers(tokens, LARGEST_PAYLOAD, 0, vocab_size - 1)
     read_numbers([row], 1, 0, rows - 1)
     read_numbers([start, seed], 2, 0, 2**31 - 1)
-    return row, start, tokens, settings, seed
+    return values
 
 
 def write_speculation(speculation: Speculation) -> list:

@@ -34,6 +34,8 @@ class ThreadWorker(WorkerProcess):
         sent (`list[Message]`): What the target has sent.
     """
 
+    meeting = {}  # it meets nobody
+
     def __init__(self, draft):
         super().__init__(launch=lambda: self, timeout=60.0)  # it is its own process
         self.draft, self.sent, self.server = draft, [], None
