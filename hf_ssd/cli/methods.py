@@ -87,8 +87,7 @@ class Bench:
     def methods(self, cores: CoreShare | None, all_devices: bool) -> dict[str, Method]:
         """Returns the methods to compare. With `all_devices` the other methods have all cores that SSD has."""
         target_cores = cores and cores.target
-        both = cores and tuple(sorted({*cores.target, *sum(cores.drafts, ())}))
-        theirs = both if all_devices else target_cores
+        theirs = cores.all if cores and all_devices else target_cores
         devices = len(theirs) if theirs else 1
         methods = {PLAIN: Method({}, theirs, devices)}
         config = settings(self.args)
@@ -107,7 +106,7 @@ class Bench:
         for k in self.args.in_turn_lookaheads:
             config = hf_ssd.SSDConfig(lookahead=k, asynchronous=False)
             methods[f"{SD}, {k}"] = Method({"assistant_model": self.draft, "ssd_config": config}, theirs, devices)
-        return methods | {SSD: Method(ours, target_cores, len(both) if both else 2)}
+        return methods | {SSD: Method(ours, target_cores, len(cores.all) if cores else 2)}
 
     def longest(self) -> float | None:
         """Returns the seconds that the next call may take, `None` without a deadline, and counts the call."""
@@ -139,11 +138,10 @@ class Bench:
             if kept:
                 self.draft.generation_config.update(**kept)
         rows, length = inputs["input_ids"].shape
-        stats = getattr(output, "ssd_stats", None)
-        tokens = stats.generated_tokens if stats else new_tokens(output.sequences[:, length:], self.target)
-        prefill = stats.prefill_seconds if stats else first.at - start
-        given = rows if stats else rows * (first.length - length)
-        return Run(tokens, given, prefill, seconds, stats, output.sequences)
+        if stats := getattr(output, "ssd_stats", None):
+            return Run(stats.generated_tokens, rows, stats.prefill_seconds, seconds, stats, output.sequences)
+        tokens = new_tokens(output.sequences[:, length:], self.target)
+        return Run(tokens, rows * (first.length - length), first.at - start, seconds, None, output.sequences)
 
     def measure(self, methods: dict[str, Method], warm_ups: int = 1) -> dict[str, Method]:
         """

@@ -20,16 +20,7 @@ import hf_ssd
 from . import doctor, models
 from .options import at_least
 
-OF_THE_SERVER = (
-    "host",
-    "api_key",
-    "max_tokens",
-    "max_rows",
-    "max_waiting",
-    "allowed_hosts",
-    "log_level",
-    "keep_prefixes",
-)
+OF_THE_SERVER = "host api_key max_tokens max_rows max_waiting allowed_hosts log_level keep_prefixes".split()
 NEEDED = ("fastapi", "uvicorn", "openai", "prometheus_client")
 
 
