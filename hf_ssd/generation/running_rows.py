@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from .. import devices
 from ..cache.kept_prefixes import KeptPrefixes
@@ -16,6 +17,7 @@ from .draft import FaultTolerantDraft
 from .loop import Pair
 from .proposers.forced import forced_by
 from .request import Request
+from .sequences import Sequences
 from .target import Target
 from .verification import verify_greedy
 
@@ -35,6 +37,7 @@ class RunningRows:
     def __init__(self, pair: Pair, count: int, prefill_chunk: int):
         self.pair, self.count, self.prefill_chunk = pair, count, prefill_chunk
         self.device = devices.of_model(pair.model)
+        self.blank = torch.zeros(1, dtype=torch.long, device=self.device)  # in the place of a row without a request
         self.waiting: deque[Request] = deque()  # other threads append
         self.reading: dict[int, Request] = {}  # by row, whose prompts are being read
         self.live: dict[int, Request] = {}  # by row, that are decoded
@@ -51,23 +54,21 @@ class RunningRows:
     # ---------------------------------------------------------------- the batch as the target and the loop see it
 
     @property
+    def sequences(self) -> list[Sequences | None]:
+        return [self.live[row].sequences if row in self.live else None for row in range(self.count)]
+
+    @property
     def lengths(self) -> list[int]:
-        return [self.live[row].sequences.lengths[0] if row in self.live else 1 for row in range(self.count)]
+        return [own.lengths[0] if own else 1 for own in self.sequences]
 
     @property
     def last(self) -> torch.LongTensor:
-        last = {row: request.sequences.last for row, request in self.live.items()}
-        blank = torch.zeros(1, dtype=torch.long, device=self.device)
-        return torch.cat([last.get(row, blank) for row in range(self.count)])
+        return torch.cat([own.last if own else self.blank for own in self.sequences])
 
     @property
     def ids(self) -> torch.LongTensor:
         """All tokens, which are looked at where logits are not finite."""
-        of_rows = {row: request.sequences.ids[0] for row, request in self.live.items()}
-        result = torch.zeros(self.count, max(map(len, of_rows.values())), dtype=torch.long, device=self.device)
-        for row, ids in of_rows.items():
-            result[row, : len(ids)] = ids
-        return result
+        return pad_sequence([own.ids[0] if own else self.blank for own in self.sequences], batch_first=True)
 
     @property
     def unfinished(self) -> list[bool]:
@@ -121,11 +122,10 @@ class RunningRows:
 
     def choices(self, logits: torch.Tensor, depths: np.ndarray) -> list[list[int]]:
         """See [`CallRows.choices`]. Rows without a request choose nothing."""
-        none = [[0] * logits.shape[1]]
-        parts = [slice(row, row + 1) for row in range(self.count)]
-        live = [self.live.get(row) for row in range(self.count)]
-        of_rows = [one.choices(logits[part], depths[part]) if one else none for one, part in zip(live, parts)]
-        return [chosen for (chosen,) in of_rows]
+        chosen = [[0] * logits.shape[1] for _ in range(self.count)]
+        for row, request in self.live.items():
+            (chosen[row],) = request.choices(logits[row : row + 1], depths[row : row + 1])
+        return chosen
 
     def propose(self, tokens: list[list[int]]) -> torch.LongTensor:
         self.verifying, self.proposed = dict(self.live), tokens
