@@ -83,16 +83,15 @@ def is_as_alone(make, expected=None, requests=hot):
     return is_equal, are_equal and accepted_counts([one.stats.records for one in found]) == counts
 
 
-@pytest.mark.parametrize("make", HEADS)
+@pytest.mark.parametrize("make", [eagle3, mtp, dflash, pytest.param(gemma4, marks=pytest.mark.slow)])
 def test_a_head_drafts_for_a_row_what_it_drafts_alone(make):
     expected = alone(*(pair := make())[:2], hot(), **pair[2])
     assert sum(sum(count) for counts in expected[1].values() for count in counts) > 10 and len(expected[2]) > 50
     assert is_as_alone(lambda: pair, expected) == (True, True)
 
 
-@pytest.mark.parametrize(
-    "make", [mark if mark is eagle3 else pytest.param(mark, marks=pytest.mark.slow) for mark in HEADS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("make", HEADS)
 def test_greedy_texts_are_those_of_calls(make):
     assert is_as_alone(make, requests=greedy) == (True, True)
 
@@ -152,7 +151,7 @@ def test_rows_join_while_the_head_prepares(monkeypatch):
     assert sum(hits) > 3 and len(common) > 40 and all(drafted[text] == ours[text] for text in common)
 
 
-@pytest.mark.parametrize("requests, seeds", [(greedy, None), (hot, range(5))])
+@pytest.mark.parametrize("requests, seeds", [pytest.param(greedy, None, marks=pytest.mark.slow), (hot, range(5))])
 def test_rows_join_a_worker_with_a_head(requests, seeds):
     target, head, settings = eagle3()
     texts, *_ = alone(target, head, requests(), **settings)

@@ -102,5 +102,5 @@ def test_a_notebook_shows_one_line():
 
 
 def test_what_chance_explains_is_no_reason_for_advice():
-    rounds = records(10**5, accepted=5)
+    rounds = records(2 * 10**4, accepted=5)
     assert [bool(SSDStats(records=rounds, unlikely_tokens=count).advice) for count in (1, 9)] == [False, True]

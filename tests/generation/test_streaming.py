@@ -57,8 +57,7 @@ class Alike(StoppingCriteria):
         return torch.full((len(last),), len(set(last)) < len(last))
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("stopping", ["length", "eos", "criterion"])
+@pytest.mark.parametrize("rows, stopping", [(1, "length"), (3, "length"), (3, "eos"), (3, "criterion")])
 def test_a_streamer_of_ones_own_gets_what_plain_generate_gives_it(target, rows, stopping):
     options = {"max_new_tokens": 25, "do_sample": False, "pad_token_id": 0}
     if stopping == "eos":
