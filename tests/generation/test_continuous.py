@@ -26,6 +26,7 @@ from hf_ssd.rounds import AHEAD, IN_TURN, PLAIN
 from ..helpers import vocabularies
 from ..helpers.families import HYBRIDS, sharp_model, tiny_config
 from ..helpers.heads import tiny_head
+from ..helpers.last_token import LastToken
 from ..helpers.tiny import FAMILIES, VOCAB, ready, tiny_draft, tiny_model
 
 LENGTHS = (5, 23, 1, 12, 40)
@@ -41,11 +42,12 @@ def prompts(lengths=LENGTHS, seed=0):
     return [torch.randint(2, VOCAB, (1, length), generator=generator) for length in lengths]
 
 
-def mark(family):
-    return family if family in ("qwen3_next", "bamba") else pytest.param(family, marks=pytest.mark.slow)
-
-
-HYBRIDS_IN = [pytest.param(PLAIN, marks=pytest.mark.slow), IN_TURN]
+QUICK_HYBRIDS = [(name, IN_TURN) for name in ("qwen3_next", "bamba")]
+OF_HYBRIDS = [
+    pytest.param(name, mode, marks=[pytest.mark.slow] * ((name, mode) not in QUICK_HYBRIDS))
+    for name in HYBRIDS
+    for mode in (PLAIN, IN_TURN)
+]
 
 
 class After(BaseStreamer):
@@ -112,8 +114,7 @@ def plainly(target):
     return lambda number, one: target.generate(**one, ssd_config=None)
 
 
-@pytest.mark.parametrize("mode", HYBRIDS_IN)
-@pytest.mark.parametrize("family", [mark(name) for name in HYBRIDS])
+@pytest.mark.parametrize("family, mode", OF_HYBRIDS)
 def test_rows_of_hybrids_join(family, mode):
     """Target and draft have recurrent states, which a row brings when it joins."""
     config = tiny_config(family)
@@ -275,19 +276,13 @@ def test_outputs_come_as_the_tokens_do(target, draft):
     assert [output.status for output in outputs[-2:]] == [RequestStatus.DECODING, RequestStatus.FINISHED]
 
 
-def test_a_padded_prompt_gives_what_the_call_gives(target, draft):
-    one = greedy()[0]
-    ids = torch.cat([torch.zeros(1, 3, dtype=torch.long), one["input_ids"]], dim=1)
-    one |= {"input_ids": ids, "attention_mask": (torch.arange(8) >= 3).long()[None]}
-    is_equal, _ = equal_to_alone(target, draft, MODES[IN_TURN], plainly(target), [one, *greedy()[1:]])
-    assert is_equal
-
-
-def test_each_request_has_its_own_ends(target, draft):
+def test_requests_have_padding_and_ends_of_their_own(target, draft):
     requests = greedy(tokens=(30, 30, 30, 30, 30))
     for one in requests[1:3]:
         text = plainly(target)(0, one)[0, one["input_ids"].shape[1] :].tolist()
         one["eos_token_id"] = text[7]
+    ids = torch.cat([torch.zeros(1, 3, dtype=torch.long), requests[0]["input_ids"]], dim=1)
+    requests[0] |= {"input_ids": ids, "attention_mask": (torch.arange(8) >= 3).long()[None]}
     expected = [plainly(target)(0, one).shape[1] for one in requests]
     is_equal, _ = equal_to_alone(target, draft, MODES[IN_TURN], plainly(target), requests)
     assert is_equal and len({*expected}) == 5
@@ -434,13 +429,6 @@ def test_a_request_returns_what_its_call_returns(target, draft):
         torch.testing.assert_close(torch.stack(values), torch.stack(expected), atol=1e-4, rtol=1e-4)
 
 
-class Last:
-    """A fallback of the user's own: the last token again."""
-
-    def propose(self, input_ids, lookahead):
-        return input_ids[0, -1:].repeat(lookahead), None
-
-
 TWO_TOKENIZERS = {
     "tokenizer": vocabularies.tokenizer(vocabularies.TARGET),
     "assistant_tokenizer": vocabularies.tokenizer(vocabularies.DRAFT),
@@ -449,12 +437,16 @@ KINDS = {  # the draft, how its worker is launched, settings, and what the batch
     "several drafts": (tiny_draft, {"devices": ["cpu", "cpu"]}, {}, {}),
     "parallel": (lambda: tiny_draft(pard_token=5), {}, {"drafter": "parallel"}, {}),
     "n-grams after a miss": (tiny_draft, {}, {"fallback": "ngram"}, {}),
-    "an object after a miss": (tiny_draft, {}, {"fallback": Last()}, {}),
+    "random tokens after a miss": (tiny_draft, {}, {"fallback": "random"}, {}),
+    "an object after a miss": (tiny_draft, {}, {"fallback": LastToken()}, {}),
     "another tokenizer": (vocabularies.renamed_draft, {}, {}, TWO_TOKENIZERS),
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+SLOW_KINDS = ("several drafts", "n-grams after a miss")
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] * (k in SLOW_KINDS)) for k in KINDS])
 def test_rows_of_every_kind_of_draft_join(kind, target):
     make, launch, more, tokenizers = KINDS[kind]
     config, requests = SSDConfig(**MODES[AHEAD], **more), greedy(tokens=(40, 30, 30, 30, 30))

@@ -104,7 +104,9 @@ class Proposers:
             name = self.plan.fallback
             if name not in self.fallbacks:
                 self.fallbacks[name] = PROPOSERS[name](self.request)
-            self.missed = dict(zip(missed, self.fallbacks[name].propose(self.texts, missed, self.plan.lookahead)))
+            asked = [row for row in missed if self.texts[row]]  # others have left since; the draft is told all the same
+            proposals = self.fallbacks[name].propose(self.texts, asked, self.plan.lookahead) if asked else []
+            self.missed = {**dict.fromkeys(missed, Proposal([])), **dict(zip(asked, proposals))}
             for row, proposal in self.missed.items():
                 tokens[row], sources[row] = proposal.tokens, name
         width = max(map(len, tokens))
