@@ -156,6 +156,10 @@ class RoundRecord:
         """Whether the last accepted token of a row was a sibling of a drafted token."""
         return bool(self.turns) and self.accepted[row] == self.turns[row] > 0
 
+    def of_chain(self, row: int) -> int:
+        """Returns how many tokens of the chain a row has accepted, a sibling not counted."""
+        return self.accepted[row] - self.took_sibling(row)
+
     @property
     def is_hit(self) -> bool:
         """Whether no unfinished row missed, and not all of them have early tokens."""

@@ -7,6 +7,7 @@ from .. import theory
 from ..rounds import AHEAD, EARLY_TITLE, IN_TURN, PLAIN, RoundRecord
 from .estimates import EarlyRates, Line
 from .experience import CallKind, PairKnowledge, Rates
+from .fixed_plan import nodes_of
 
 LOOKAHEADS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)  # tokens
 BUDGETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)  # outcomes of each row
@@ -91,7 +92,8 @@ class CostModel:
         return rates.share.value if early else 0.0, theory.expected_tokens_by_lookahead(acceptance)[-1]
 
     def seconds_to_verify(self, mode: str, lookahead: int) -> float:
-        tokens, lines = self.live * (lookahead + 1), self.durations.verification
+        nodes = max(lookahead, nodes_of(self.kind.config)) if lookahead else 0
+        tokens, lines = self.live * (nodes + 1), self.durations.verification
         known = [lines[mode]] if lines[mode].count else [line for line in lines.values() if line.count]
         return max(1e-6, min(line(tokens) for line in known)) if known else math.nan
 

@@ -123,7 +123,7 @@ class HitRates:
         """Learns from the rows of a round whose outcomes were drafted; `acceptance` gives rates by lookahead."""
         drafted = [row for row in before.live if before.sources[row] not in BY_TARGET]
         for row in drafted:
-            is_rejection = before.accepted[row] < before.proposed(row)
+            is_rejection = before.of_chain(row) < before.proposed(row)
             self.ranks[is_rejection].observe(np.arange(CANDIDATES) == now.ranks[row])
         asked = [row for row in drafted if not now.is_early(row)]
         if asked:

@@ -82,7 +82,7 @@ class Durations:
         rows, self.rounds = len(before.live) or kind.rows, self.rounds + 1
         self.used[now.mode] = self.rounds
         if now.verify_seconds:  # a call's first round never comes as `now`: it is slow for reasons of its own
-            tokens = (len(now.live) or rows) * (now.lookahead + 1)
+            tokens = (len(now.live) or rows) * (max(now.lookahead, now.nodes) + 1)
             self.verification[now.mode].observe(tokens, now.verify_seconds)
         elapsed = now.received_at - before.received_at if before.received_at else 0.0
         if before.received_at:
@@ -121,7 +121,7 @@ class Rates:
         """Learns from the tokens of a round. Early ones are counted, verified or not, in the round after theirs."""
         for row in now.live:
             if now.sources[row] not in BY_TARGET:
-                self.drafted.observe(now.accepted[row], now.proposed(row))
+                self.drafted.observe(now.of_chain(row), now.proposed(row))
         for rates, given in ((self.alone, now.early_alone), (self.beside, now.early_beside)):
             for row in before.live if given else ():
                 if given[row] >= 0:

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import operator
 import statistics
 
 import pytest
@@ -165,6 +166,24 @@ def test_costs_are_for_the_rows_that_are_not_finished():
     assert costs.live == 1 and costs.seconds_to_verify(AHEAD, 3) < of_all - 2 * 4 * 0.01
     costs.begin_call()
     assert costs.live == 4
+
+
+def learned_from_trees():
+    """Returns the expected acceptance, cost of a verification, and share of first guesses that are right."""
+    costs = CostModel(CallKind(SSDConfig(tree_nodes=8), 1, 1000))
+    tree = RoundRecord(AHEAD, 4, 6, [PRIMARY], nodes=8, turns=[4], accepted=[4], ranks=[0], verify_seconds=0.1)
+    for tokens in [3, 5, 9] * 200:
+        costs.durations.verification[AHEAD].observe(tokens, 0.01 + 0.01 * tokens)
+    for _ in range(200):
+        costs.observe(tree, tree)
+    return costs.acceptance(4)[3], costs.seconds_to_verify(AHEAD, 4), costs.experience.hit_rates.ranks[True].value[0]
+
+
+def test_trees_teach_what_their_chains_gain_and_what_their_nodes_cost(monkeypatch):
+    expected = (pytest.approx(0, abs=0.1), pytest.approx(0.1, rel=0.05), pytest.approx(1, abs=0.1))
+    assert learned_from_trees() == expected
+    monkeypatch.setattr(RoundRecord, "of_chain", lambda self, row: self.accepted[row])  # the mutant: siblings count
+    assert [*map(operator.ne, learned_from_trees(), expected)] == [True, False, True]
 
 
 def test_hit_rates_know_the_cache_shape():
