@@ -9,7 +9,7 @@ OF_HEADS = ("target_layers", "target_keys", "target_width")
 
 @dataclass(frozen=True)
 class DraftInfo:
-    """The facts about a draft model that the target's process knows. A worker sends those of the model it loaded."""
+    """What the target's process knows of a draft model. A worker sends the facts of the model that it loaded."""
 
     vocab_size: int
     mask_token: int | None = None  # of a model that was trained to guess several tokens ahead

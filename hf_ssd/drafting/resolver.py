@@ -61,12 +61,10 @@ class ResolvedDraft:
 def resolve(draft, target: PreTrainedModel, config: SSDConfig) -> ResolvedDraft:
     """
     Says what was passed as `assistant_model`, or raises `TypeError` or `ValueError` if it cannot draft for this target
-    as the settings say. Heads are made once for each target, and a folder is read once.
+    as the settings say. Heads are made, and folders are read, once for each target.
     """
-    draft = without_wrapper(draft)
-    path = info = model = None
-    if config.drafter in OF_TARGET:
-        draft = OF_TARGET[config.drafter](target)
+    draft = OF_TARGET[config.drafter](target) if config.drafter in OF_TARGET else without_wrapper(draft)
+    path = info = model = fallback = None
     if isinstance(draft, (str, os.PathLike)):
         path, known = os.fspath(draft), _of_paths.setdefault(target, {})
         if path not in known:
@@ -84,10 +82,9 @@ def resolve(draft, target: PreTrainedModel, config: SSDConfig) -> ResolvedDraft:
             )
         given = None if draft.weights is None else draft.weights.model()  # which may have changed since the launch
         info = draft.info if given is None else DraftInfo.of(given.config)
-    fallback, one_pass = None, False
-    if info is not None:
-        one_pass = drafter_kind(config, info).one_pass
-    if info is not None and info.target_layers:
+    one_pass = info is not None and drafter_kind(config, info).one_pass
+    reads_target = info is not None and bool(info.target_layers)
+    if reads_target:
         width = len(info.target_layers) * target.config.get_text_config(decoder=True).hidden_size
         check_layers(target, info.target_layers)
         if info.target_width != width and not info.target_keys:  # a head that reads keys was made for this target
@@ -96,7 +93,7 @@ def resolve(draft, target: PreTrainedModel, config: SSDConfig) -> ResolvedDraft:
                 f"{type(target).__name__} have {width}; the draft was made for another target."
             )
     if isinstance(config.fallback, str) and config.fallback in OF_TARGET:
-        if info is not None and info.target_layers:
+        if reads_target:
             raise ValueError(
                 f'SSDConfig(fallback="{config.fallback}") reads hidden states of the target, and this draft reads '
                 "hidden states of its own; leave it out."

@@ -8,6 +8,8 @@ from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_sliding_window_causal_mask
 from transformers.modeling_outputs import BaseModelOutput
 
+from ...cache.masks import additive
+
 
 class Head(PreTrainedModel, GenerationMixin):
     """
@@ -16,10 +18,9 @@ class Head(PreTrainedModel, GenerationMixin):
     state, from which [`~Head.logits`] gives the distribution of the next token.
 
     A subclass is published in folders of its own, which it knows by `is_format`, builds by `structure` and reads by
-    `load`, or as models of transformers, of which `Head(model, target)` makes the head. It is in `HEADS` of `loading`.
-
-    The config has `target_layers`, `target_width` and, if the head reads keys and values too, `target_keys`, see
-    [`~hf_ssd.drafting.draft_info.DraftInfo`]; and `draft_vocab_size`, the number of tokens that the head can propose.
+    `load`, or as models of transformers, of which `Head(model, target)` makes the head. The config has `target_layers`,
+    `target_width`, `target_keys` if the head reads keys and values too (see [`~draft_info.DraftInfo`]), and
+    `draft_vocab_size`, the number of tokens that the head can propose.
     """
 
     config_class = PreTrainedConfig
@@ -53,10 +54,7 @@ class Head(PreTrainedModel, GenerationMixin):
         return self.embed_tokens
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
-        """
-        Returns the states `(..., hidden_size)` of features `(..., target_width)`, the target's hidden states: by
-        default these themselves.
-        """
+        """Returns the states `(..., hidden_size)` of features, the target's hidden states `(..., target_width)`."""
         return features.to(self.device, self.dtype)
 
     def inputs(self, tokens: torch.LongTensor, states: torch.Tensor) -> torch.Tensor:
@@ -72,7 +70,7 @@ class Head(PreTrainedModel, GenerationMixin):
         """Returns the states after `inputs`, or after the last of them, as many as `logits_to_keep` needs."""
 
     def states_of(self, tokens: torch.LongTensor) -> torch.Tensor:
-        """Returns states for tokens that are read alone, as the trial of a model feeds them."""
+        """Returns states for tokens that are read alone, as in the trial of a model."""
         return self.get_input_embeddings().weight.new_zeros(*tokens.shape, self.config.hidden_size, dtype=self.dtype)
 
     def forward(
@@ -84,10 +82,7 @@ class Head(PreTrainedModel, GenerationMixin):
         logits_to_keep: torch.LongTensor | int | None = None,
         **kwargs,
     ) -> BaseModelOutput:
-        """
-        Returns the states `(rows, tokens, hidden_size)` as `last_hidden_state`. `input_ids` are those of
-        [`~Head.inputs`], or tokens `(rows, tokens)`; the other arguments are those of models of transformers.
-        """
+        """Returns the states `(rows, tokens, hidden_size)`. `input_ids` are those of [`~Head.inputs`], or tokens."""
         if input_ids.dim() == 2:
             input_ids = self.inputs(input_ids, self.states_of(input_ids))
         if position_ids is None:
@@ -110,3 +105,16 @@ class Head(PreTrainedModel, GenerationMixin):
         if attention_mask is None and kind == "sliding_attention":
             attention_mask = create_sliding_window_causal_mask(self.config, embeddings, None, cache)
         return attention_mask
+
+
+def visible(mask: torch.Tensor | None, places: torch.LongTensor, seen: int, columns: int) -> torch.BoolTensor:
+    """Returns which columns the new tokens at these places `(rows, tokens)` see, after `seen` others without a mask."""
+    if mask is None or mask.dim() == 2:
+        return torch.arange(columns, device=places.device) <= seen + places[:, :, None]
+    return (mask[:, 0] >= 0).expand(len(places), -1, -1).gather(1, places[:, :, None].expand(-1, -1, mask.shape[-1]))
+
+
+def masks_of_kinds(sees: torch.BoolTensor, distance: torch.Tensor, window: int, dtype: torch.dtype) -> dict:
+    """Returns the mask of each kind of attention for tokens that see columns, at a distance from each."""
+    of_kinds = {"full_attention": sees, "sliding_attention": sees & (distance.abs() <= window)}
+    return {kind: additive(one, dtype) for kind, one in of_kinds.items()}

@@ -18,8 +18,7 @@ from transformers import (
 
 from ...cache.cache_name import CACHE
 from ...cache.cached_model import LONGEST_STEP
-from ...cache.masks import additive
-from .base import Head
+from .base import Head, masks_of_kinds, visible
 
 SETTINGS = ("block_size", "mask_token_id", "target_layer_ids")
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -31,9 +30,8 @@ OF_TARGET = ("embed_tokens.", "lm_head.", "rotary_emb.")  # what a draft may hol
 class DFlashHead(Head):
     """
     A DFlash draft of transformers in the form of a head. A token that the target has read is a state, its fused hidden
-    states, of which each layer makes keys and values. The last token, which the target has not read, and mask tokens
-    after it are a block: their embeddings go through the layers, and each of them sees the whole block. Embedding and
-    output layer are the target's.
+    states, of which each layer makes keys and values. The last token and mask tokens after it are a block: their
+    embeddings go through the layers, and each sees the whole block. Embedding and output layer are the target's.
     """
 
     title = "a DFlash draft"
@@ -91,14 +89,14 @@ class DFlashHead(Head):
         return cls(draft.requires_grad_(False), target).eval()
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
-        """Returns the states of features: the fused features, and a 1."""
+        """Returns fused features, and a 1."""
         fused = self.assistant.encoder(features.to(self.assistant.encoder.fc.weight))
         return torch.cat([fused, torch.ones_like(fused[..., :1])], dim=-1)
 
     def inputs(self, tokens: torch.LongTensor, states: torch.Tensor) -> torch.Tensor:
         """
-        Returns states, and for tokens whose states are zeros their embeddings, without the normalization that some
-        targets have. The last number says how many of the tokens after it, the rest of its block, a token sees.
+        Returns states, or the embeddings of tokens whose states are zeros, without the normalization that some targets
+        have. The last number says how many of the tokens after it, the rest of its block, a token sees.
         """
         embed = self.embed_tokens
         embedded = nn.Embedding.forward(embed, tokens) if hasattr(embed, "embed_norm") else embed(tokens)
@@ -134,26 +132,14 @@ class DFlashHead(Head):
         return model.norm(hidden)
 
     def _masks(self, ahead: torch.LongTensor, first: int, mask: torch.Tensor | None, seen: int, inputs: torch.Tensor):
-        """
-        Returns the mask of each kind of attention for the new tokens from number `first` on, each of which sees the
-        tokens that the token `ahead` `(rows, tokens)` tokens after it sees.
-        """
-        count, device = inputs.shape[1], inputs.device
-        own = torch.arange(first, count, device=device).expand_as(ahead)
+        """Returns the masks of the new tokens from number `first` on, which see as the token `ahead` tokens later."""
+        count = inputs.shape[1]
+        own = torch.arange(first, count, device=inputs.device).expand_as(ahead)
         last = (own + ahead).clamp(max=count - 1)
-        if mask is None or mask.dim() == 2:  # no padding, and the last columns are those of the inputs
-            columns = torch.arange(seen + count, device=device)
-            causal, sees = (columns <= seen + one[:, :, None] for one in (own, last))
-        else:
-            visible = mask[:, 0].expand(len(ahead), -1, -1) >= 0
-            causal, sees = (visible.gather(1, one[:, :, None].expand(-1, -1, mask.shape[-1])) for one in (own, last))
+        causal, sees = (visible(mask, places, seen, seen + count) for places in (own, last))
         # A token's distance from a column is counted in columns that it sees.
         distance = causal.sum(dim=2, keepdim=True) - sees.cumsum(dim=2)
-        of_kinds = {
-            "full_attention": sees,
-            "sliding_attention": sees & (distance.abs() <= self.assistant.config.sliding_window),
-        }
-        return {kind: additive(one, inputs.dtype) for kind, one in of_kinds.items()}
+        return masks_of_kinds(sees, distance, self.assistant.config.sliding_window, inputs.dtype)
 
 
 def _config_of(path: str, values: dict) -> MuseGlimmerAssistantConfig:

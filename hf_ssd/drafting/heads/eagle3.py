@@ -18,14 +18,14 @@ from ..vocabulary import MOST_PADDING
 from .base import Head
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # settings, `False` by default
 NOT_LOADED = ("t2d", "verifier_", "rotary_emb")  # what the rest tells, or only training needs
 
 
 class Eagle3Head(Head):
     """
     A head whose layer also reads the embedding of the token. Its config is that of a model with the same kind of
-    layers, such as `LlamaConfig`, and of the target's vocabulary. Further attributes are those of [`Head`], and
-    `norm_before_residual`, `norm_before_fc`, `fc_norm` and `norm_output`, which are `False` by default.
+    layers, such as `LlamaConfig`, and of the target's vocabulary, with the attributes of [`Head`] and `NORMS`.
     """
 
     title = "an EAGLE-3 head"
@@ -40,13 +40,12 @@ class Eagle3Head(Head):
             before = getattr(attention, name)
             setattr(attention, name, nn.Linear(2 * size, before.out_features, bias=before.bias is not None))
         self.layers[0].hidden_norm = kind(size, eps=config.rms_norm_eps)
-        self.input_norm = self.fc_norm = None
-        if getattr(config, "norm_before_fc", False):
-            self.input_norm = kind(config.target_width, eps=config.rms_norm_eps)
-        if getattr(config, "fc_norm", False):
-            layers = len(config.target_layers)
-            norms = [kind(config.target_width // layers, eps=config.rms_norm_eps) for _ in range(layers)]
-            self.fc_norm = nn.ModuleList(norms)
+        has = {name: getattr(config, name, False) for name in NORMS}
+        self.normed_residual, self.returns_normed = has["norm_before_residual"], has["norm_output"]
+        width, layers = config.target_width, len(config.target_layers)
+        self.input_norm = kind(width, eps=config.rms_norm_eps) if has["norm_before_fc"] else nn.Identity()
+        norms = [kind(width // layers, eps=config.rms_norm_eps) for _ in range(layers)]
+        self.fc_norm = nn.ModuleList(norms if has["fc_norm"] else [nn.Identity()])
         self.fc = nn.Linear(config.target_width, size, bias=False)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
         # For each token of the head, the number that is added to it to give the target's token.
@@ -67,20 +66,16 @@ class Eagle3Head(Head):
     @classmethod
     def load(cls, path, values, target, dtype=None):
         config, embedding = head_config(values, target), target.get_input_embeddings().weight
-        dtype = dtype or target.dtype
-        state = _read_weights(path)
-        if "embed_tokens.weight" not in state:
-            state["embed_tokens.weight"] = embedding.detach()
-        if abs(len(state["embed_tokens.weight"]) - config.vocab_size) <= MOST_PADDING:
-            config.vocab_size = len(state["embed_tokens.weight"])
+        dtype, state = dtype or target.dtype, _read_weights(path)
+        tokens = len(state.setdefault("embed_tokens.weight", embedding.detach()))
+        if abs(tokens - config.vocab_size) <= MOST_PADDING:
+            config.vocab_size = tokens
         with torch.device("meta"):
             head = cls(config)
         state.setdefault("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
-        expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
-        found = {name: tuple(tensor.shape) for name, tensor in state.items()}
-        differ = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
-        if differ:
-            name = differ[0]
+        expected, found = ({name: tuple(one.shape) for name, one in of.items()} for of in (head.state_dict(), state))
+        if differ := sorted(expected.items() ^ found.items()):
+            name = differ[0][0]
             raise ValueError(
                 f"The head {path!r} does not fit {type(target).__name__}: `{name}` has the shape {found.get(name)}, "
                 f"and {expected.get(name)} is expected; load the target that it was trained for."
@@ -90,29 +85,19 @@ class Eagle3Head(Head):
             raise ValueError(
                 f"The head {path!r} proposes tokens that are not in its vocabulary of {config.vocab_size}."
             )
-        state = {
-            name: tensor.to(embedding.device, torch.long if name == "d2t" else dtype) for name, tensor in state.items()
-        }
+        dtypes = {"d2t": torch.long}
+        state = {name: tensor.to(embedding.device, dtypes.get(name, dtype)) for name, tensor in state.items()}
         head.load_state_dict(state, assign=True)
         head.rotary_emb = type(head.rotary_emb)(config).to(embedding.device)  # its buffers are in no file
         head.config._name_or_path, head.config.dtype = path, dtype
         return head.eval().requires_grad_(False)
 
-    @property
-    def _returns_normed(self) -> bool:
-        return getattr(self.config, "norm_output", False)
-
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
-        features = features.to(self.fc.weight)
-        if self.input_norm is not None:
-            features = self.input_norm(features)
-        if self.fc_norm is not None:
-            of_layers = features.chunk(len(self.fc_norm), dim=-1)
-            features = torch.cat([norm(of_layer) for norm, of_layer in zip(self.fc_norm, of_layers)], dim=-1)
-        return self.fc(features)
+        of_layers = self.input_norm(features.to(self.fc.weight)).chunk(len(self.fc_norm), dim=-1)
+        return self.fc(torch.cat([norm(of_layer) for norm, of_layer in zip(self.fc_norm, of_layers)], dim=-1))
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        own = self.lm_head(states if self._returns_normed else self.norm(states))
+        own = self.lm_head(states if self.returns_normed else self.norm(states))
         if self.config.draft_vocab_size == self.config.vocab_size:
             return own
         of_all = own.new_full((*own.shape[:-1], self.config.vocab_size), -torch.inf)
@@ -123,7 +108,7 @@ class Eagle3Head(Head):
         embeddings, states = inputs.chunk(2, dim=-1)
         layer = self.layers[0]
         normed = layer.hidden_norm(states)
-        residual = normed if getattr(self.config, "norm_before_residual", False) else states
+        residual = normed if self.normed_residual else states
         output, _ = layer.self_attn(
             hidden_states=torch.cat([layer.input_layernorm(embeddings), normed], dim=-1),
             position_embeddings=self.rotary_emb(embeddings, position_ids),
@@ -133,7 +118,7 @@ class Eagle3Head(Head):
         )
         states = residual + output
         states = states + layer.mlp(layer.post_attention_layernorm(states))
-        return self.norm(states) if self._returns_normed else states
+        return self.norm(states) if self.returns_normed else states
 
 
 def head_config(values: dict, target: PreTrainedModel) -> PreTrainedConfig:
@@ -141,16 +126,13 @@ def head_config(values: dict, target: PreTrainedModel) -> PreTrainedConfig:
     text = target.config.get_text_config(decoder=True)
     values = {**values.get("transformer_layer_config", {}), **values}
     nested = values.get("transformer_layer_config", values)
-    if nested.get("num_hidden_layers", 1) != 1:
-        raise ValueError(
-            f"The head has {nested['num_hidden_layers']} layers; EAGLE-3 heads of one layer are supported."
-        )
-    own = {"draft_vocab_size": values["draft_vocab_size"]}
-    for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
-        own[name] = bool(values.get(name, False))
+    if (count := nested.get("num_hidden_layers", 1)) != 1:
+        raise ValueError(f"The head has {count} layers; EAGLE-3 heads of one layer are supported.")
     layers = _layers(values, len(decoder_parts(target)[0]))
     check_layers(target, layers)
+    own = {name: bool(values.get(name, False)) for name in NORMS}
     own |= {"target_layers": layers, "target_width": len(layers) * text.hidden_size}
+    own["draft_vocab_size"] = values["draft_vocab_size"]
     hidden = values.get("target_hidden_size") or nested["hidden_size"]
     if hidden != text.hidden_size:
         raise ValueError(
@@ -180,8 +162,7 @@ def _read_weights(path: str) -> dict[str, torch.Tensor]:
     file = next((one for one in files if one is not None), None)
     if file is None:
         raise ValueError(f"The head {path!r} has neither {WEIGHTS[0]} nor {WEIGHTS[1]}.")
-    state = (
-        load_file(file) if file.endswith(".safetensors") else torch.load(file, weights_only=True, map_location="cpu")
-    )
+    is_safe = file.endswith(".safetensors")
+    state = load_file(file) if is_safe else torch.load(file, weights_only=True, map_location="cpu")
     names = {name: name.removeprefix("model.").replace("midlayer.", "layers.0.") for name in state}
     return {names[name]: tensor for name, tensor in state.items() if not names[name].startswith(NOT_LOADED)}

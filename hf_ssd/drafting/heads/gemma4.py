@@ -4,8 +4,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...cache.hidden_states import decoder_parts, layers_that_share_keys
-from ...cache.masks import additive
-from .base import Head
+from .base import Head, masks_of_kinds, visible
 
 KINDS = ("full_attention", "sliding_attention")
 
@@ -25,7 +24,8 @@ class Gemma4Head(Head):
     def __init__(self, assistant: PreTrainedModel, target: PreTrainedModel):
         own, text = assistant.config.get_text_config(), target.config.get_text_config(decoder=True)
         shared = layers_that_share_keys(target)
-        heads = {kind: decoder_parts(target)[0][layer].self_attn for kind, layer in shared.items()}
+        layers = decoder_parts(target)[0]
+        heads = {kind: layers[layer].self_attn for kind, layer in shared.items()}
         fits = assistant.config.backbone_hidden_size == text.hidden_size and own.vocab_size <= text.vocab_size
         of_assistant = {layer.self_attn.layer_type: layer.self_attn.head_dim for layer in assistant.model.layers}
         if not fits or any(kind not in heads or heads[kind].head_dim != dim for kind, dim in of_assistant.items()):
@@ -34,19 +34,16 @@ class Gemma4Head(Head):
                 "vocabularies differ; use the assistant that was published with the target."
             )
         # For each kind of attention the shape of its keys, and of its values, which are the same.
-        shapes = {
-            kind: (heads[kind].k_proj.out_features // heads[kind].head_dim, heads[kind].head_dim)
-            for kind in KINDS
-            if kind in heads
-        }
-        keys = [count * size for count, size in shapes.values() for _ in range(2)]
+        used = [(kind, heads[kind].head_dim, heads[kind].k_proj.out_features) for kind in KINDS if kind in heads]
+        shapes = {kind: (size // dim, dim) for kind, dim, size in used}
+        keys = [size for _, _, size in used for _ in range(2)]
         hidden = assistant.config.backbone_hidden_size
         config = PreTrainedConfig(
             vocab_size=own.vocab_size,
             hidden_size=hidden + sum(keys) + 1 + own.hidden_size,
             num_hidden_layers=len(shapes) + 1,
             max_position_embeddings=own.max_position_embeddings,
-            target_layers=[len(decoder_parts(target)[0])],
+            target_layers=[len(layers)],
             target_keys=[shared[kind] for kind in shapes],
             target_width=hidden + sum(keys),
             draft_vocab_size=own.vocab_size,
@@ -58,7 +55,7 @@ class Gemma4Head(Head):
         self.shapes, self.parts = shapes, [hidden, *keys, 1]
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
-        """Returns the states of features: the features, then a 1 for a token whose keys are known, then zeros."""
+        """Returns the features, then a 1 for a token whose keys are known, then zeros."""
         features = features.to(self.dtype)
         rest = features.new_zeros(*features.shape[:-1], self.config.hidden_size - features.shape[-1])
         rest[..., 0] = 1
@@ -104,19 +101,11 @@ class Gemma4Head(Head):
         return torch.cat([projected, zeros, hidden], dim=-1)
 
     def _masks(self, known: torch.BoolTensor, mask: torch.Tensor | None, inputs: torch.Tensor):
-        """
-        Returns the mask of each kind of attention, and the position of each new token: the number of tokens before it
-        whose keys and values are known. `known` `(rows, 1, columns)` says which columns hold such keys.
-        """
+        """Returns the masks, and the positions of the new tokens: how many `known` columns each of them sees."""
         count, columns = inputs.shape[1], known.shape[2]
-        if mask is None or mask.dim() == 2:  # a single row without padding: the last columns are those of the inputs
-            last = torch.arange(columns - count, columns, device=inputs.device)[:, None]
-            sees = torch.arange(columns, device=inputs.device)[None, None] <= last
-        else:
-            sees = mask[:, 0, :, :columns] >= 0
-        sees = sees & known
+        places = torch.arange(count, device=inputs.device).expand(len(inputs), -1)
+        sees = visible(mask, places, columns - count, columns)[:, :, :columns] & known
         positions = sees.sum(dim=2)
+        distance = positions[:, :, None] - sees.cumsum(dim=2)
         window = self.assistant.config.get_text_config().sliding_window
-        near = sees & (positions[:, :, None] - sees.cumsum(dim=2) <= window)
-        of_kinds = {"full_attention": sees, "sliding_attention": near}
-        return {kind: additive(one, inputs.dtype) for kind, one in of_kinds.items()}, positions
+        return masks_of_kinds(sees, distance, window, inputs.dtype), positions

@@ -40,10 +40,7 @@ def kind_of(draft: PreTrainedModel | str | os.PathLike) -> tuple[type[Head] | No
 def head_for(
     draft: PreTrainedModel | str | os.PathLike, target: PreTrainedModel, dtype: torch.dtype | None = None
 ) -> Head | None:
-    """
-    Returns the head that a folder holds or a model is, for its target, or `None` for another kind of draft. Raises
-    `ValueError` if the head cannot be loaded, is in another form, or was made for another target.
-    """
+    """Returns the head that a folder holds or a model is, `None` for another draft, or raises `ValueError`."""
     (kind, values), is_model = kind_of(draft), isinstance(draft, PreTrainedModel)
     if kind is None or isinstance(draft, Head):
         return draft if kind else None
@@ -91,9 +88,9 @@ OF_TARGET: dict[str, Callable[[PreTrainedModel], Head]] = {"mtp": mtp_head_of}
 
 def refusal(draft: PreTrainedModel | str | os.PathLike, kind: type[Head], values: dict) -> ValueError:
     """Returns the error for a head that cannot be used in this form."""
-    name = type(draft).__name__ if isinstance(draft, PreTrainedModel) else repr(os.fspath(draft))
+    is_model = isinstance(draft, PreTrainedModel)
+    name = type(draft).__name__ if is_model else repr(os.fspath(draft))
     if not kind.drafts_in_turn:
-        is_model = isinstance(draft, PreTrainedModel)
         remedy = f"pass {'its folder or hub id' if is_model else '`target=...` to hf_ssd.launch_draft() as well'}."
     elif kind.is_assistant(values):
         remedy = "it drafts in the target's process: load it with transformers and pass the model as `assistant_model`."
