@@ -11,20 +11,12 @@ from .drafter import Completion, Drafter
 class AutoregressiveDrafter(Drafter):
     """A causal language model that takes a forward pass for each token. For the arguments see [`Drafter`]."""
 
-    def __init__(self, *arguments, **options):
-        super().__init__(*arguments, **options)
-        self.known: list[torch.Tensor] = []  # the outputs after the first tokens of the speculation, if known
-        self.branches: Branches | None = None  # those that were grown for the next outcome
-
-    def begin(self):
-        if self.prefix.rows:
-            self._know(0)
+    branches: Branches | None = None  # those that were grown for the next outcome
 
     def grow(self, accepted, bonus, plan):
         prefix, tokens = self.prefix, from_host(bonus, self.device)
         taken = torch.tensor(accepted).clamp(min=0)
-        starts = prefix.ends() + taken
-        places = starts.tolist()
+        starts = prefix.ends(taken)
         self.branches = prefix.branches(taken, self.drafted.shape[1], plan.lookahead)
         histories = self._histories(starts.shape[1], plan.lookahead + 1)
         columns, coming = None if histories is None else from_host(starts, self.device), []
@@ -32,7 +24,7 @@ class AutoregressiveDrafter(Drafter):
             if histories is not None:
                 histories.scatter_(2, (columns + depth)[:, :, None], tokens[:, :, None])
             logits = self._logits(self._feed_branches(tokens, taken))
-            tokens, *others = self._draw(logits, starts + depth + 1, places, depth, plan, histories)
+            tokens, *others = self._draw(logits, starts + depth + 1, starts.tolist(), depth, plan, histories)
             probabilities, beside = (None if one is None else one[:, :, None] for one in others)
             supports = self.sampler.supports(probabilities) if beside is None else beside
             copy = devices.HostCopy(tokens[:, :, None], *[] if supports is None else [supports])
@@ -52,15 +44,6 @@ class AutoregressiveDrafter(Drafter):
         known = None if grown is None else self.prefix.adopt(grown, branches)
         self.known = [] if known is None else [known]
 
-    def forget_speculation(self):
-        super().forget_speculation()
-        self.known = [outputs[:, :1] for outputs in self.known[:1]]  # after the last verified token
-
-    def read(self, row, start, tokens, options, seed):
-        super().read(row, start, tokens, options, seed)
-        if options is not None:
-            self.known = []  # nothing after the tokens of this row
-
     def complete(self, ready, width, plan):
         prefix, done, passes = self.prefix, Completion(self, ready, width), 0
         prefix.write(done.tokens)
@@ -74,17 +57,6 @@ class AutoregressiveDrafter(Drafter):
             prefix.write(done.tokens[:, depth : depth + 1], depth)
         self.drafted = done.tokens
         return done.speculation(), passes
-
-    def _outputs(self, from_fallback):
-        self._know(self.drafted.shape[1])
-        return torch.cat(self.known, dim=1)[:, : self.drafted.shape[1] + 1]
-
-    def _know(self, count: int) -> int:
-        """Gets to know the outputs after up to `count` tokens of the speculation. Returns the number of passes."""
-        missing = count + 1 - sum(outputs.shape[1] for outputs in self.known)
-        if missing > 0:
-            self.known.append(self.prefix.feed(count, wanted=missing))
-        return int(missing > 0)
 
     def _feed_branches(self, tokens: torch.LongTensor, taken: torch.LongTensor) -> torch.Tensor:
         """Feeds the next token of each branch, of which `taken` tokens of the speculation are the first."""

@@ -1,8 +1,7 @@
 """Drafting with a head that fills a block of mask tokens in one pass, in turn with its target."""
 
 from ..devices import from_host
-from .head_drafter import HeadDrafter, HeadPrefix
-from .heads.base import Head
+from .head_drafter import HeadPrefix
 from .parallel_drafter import ParallelDrafter
 from .verified_prefix import VerifiedPrefix
 
@@ -18,8 +17,8 @@ class BlockPrefix(HeadPrefix):
     def _texts(self, prompts):
         return VerifiedPrefix._texts(self, prompts)
 
-    def _skips(self, prompt):
-        return 1  # a head has the state of a token in the next token's column
+    def _column(self, row, token):
+        return token
 
     def _decoder(self, model, continues, **options):
         return super()._decoder(model, continues, **{**options, "column_limit": None})  # blocks go beyond the text
@@ -38,17 +37,10 @@ class BlockDrafter(ParallelDrafter):
 
     reads_target = True
     prefix_class = BlockPrefix
-    begin = HeadDrafter.begin
-
-    def __init__(self, model: Head, *others, **options):
-        super().__init__(model, *others, **options)
-        self.block = model.config.block_size
 
     def _guess(self, width):
-        prefix = self.prefix
-        prefix.block = max(self.block, width + 1)
-        self._write_masks(prefix.block - 1)
-        return prefix.feed(prefix.block - 1, wanted=prefix.block)[:, 1 : width + 1]
+        self.prefix.block = max(self.prefix.decoder.view.config.block_size, width + 1)
+        return super()._guess(self.prefix.block - 1)[:, 1 : width + 1]
 
     def _logits(self, outputs):
         return super()._logits(self.prefix.decoder.view.logits(outputs))

@@ -29,11 +29,14 @@ def allocate(weights: list[float], budget: int) -> list[int]:
     return result
 
 
+@functools.lru_cache
+def best_fan_out(lookahead: int, budget: int, acceptance_rate: float, power_law_exponent: float) -> list[int]:
+    """Theorem 12: the best fan-out for a constant acceptance rate and a miss rate of F^-r."""
+    return allocate(geometric_fan_out(lookahead, budget, acceptance_rate, power_law_exponent), budget)
+
+
 def chances_of_counts(acceptance: np.ndarray) -> np.ndarray:
-    """
-    Returns the chances P(k) that exactly k tokens are accepted, `(..., lookahead + 1)`, from the chance of each token
-    `(..., lookahead)` to be accepted if all tokens before it were.
-    """
+    """Returns the chances `(..., lookahead + 1)` that exactly k tokens are accepted. See [`CacheShape.covered`]."""
     chances = np.ones((*acceptance.shape[:-1], acceptance.shape[-1] + 1))
     np.cumprod(acceptance, axis=-1, out=chances[..., 1:])
     chances[..., :-1] -= chances[..., 1:]
@@ -49,20 +52,16 @@ class CacheShape(ABC):
     @abstractmethod
     def fan_outs(self, candidates: OutcomeCandidates, budget: int) -> list[list[int]]:
         """
-        Returns, for each row, the guesses after each of the `lookahead + 1` accepted counts. The sum for a row is the
-        budget. With a lookahead of 0, as during the target's prefill, the only accepted count is 0.
+        Returns, for each row, the guesses after each of the `lookahead + 1` accepted counts, of sum `budget`. With a
+        lookahead of 0, as during the target's prefill, the only accepted count is 0.
         """
 
     @abstractmethod
     def covered(self, acceptance: np.ndarray, after_rejection: np.ndarray, at_the_end: np.ndarray, budgets) -> list:
         """
-        Returns the probability mass of the outcomes that are prepared with each budget, for the planner.
-
-        Args:
-            acceptance (`np.ndarray` of shape `(lookahead,)`): Mean chance of each drafted token to be accepted if all
-                tokens before it were.
-            after_rejection, at_the_end (`np.ndarray` of shape `(CANDIDATES,)`): Mean chance of each of the draft's
-                guesses to be the bonus token, the best guess first.
+        Returns the probability mass of the outcomes that are prepared with each budget, for the planner, from the mean
+        chance of each drafted token `(lookahead,)` to be accepted if all tokens before it were, and of each of the
+        draft's guesses `(CANDIDATES,)` to be the bonus token, the best guess first.
         """
 
     def learn(self, candidates: OutcomeCandidates, accepted: list[int], bonus: list[int]) -> None:
@@ -83,10 +82,7 @@ class RowByRow(CacheShape):
         return [self._after_fallback(row, budget) if fallback else self.fan_out(row, budget) for row, fallback in rows]
 
     def _after_fallback(self, acceptance: np.ndarray, budget: int) -> list[int]:
-        """
-        Returns the fan-out of a row whose tokens a fallback proposed. The target accepts these tokens with about the
-        probability that the draft gives them, so k = 0 gets most of the budget.
-        """
+        # The target accepts a fallback's tokens with about the draft's probability, so k = 0 gets most of the budget.
         chances = np.maximum(chances_of_counts(acceptance), 0).tolist()
         return allocate(fan_out_for(chances, budget, self.config.power_law_exponent), budget)
 
@@ -111,19 +107,18 @@ class Uniform(RowByRow):
 
 
 class Geometric(RowByRow):
-    """Theorem 12: the best fan-out for a constant acceptance rate and a miss rate of F^-r."""
+    """The fan-out of Theorem 12."""
 
     def fan_out(self, acceptance, budget):
-        a, r = self.config.acceptance_rate, self.config.power_law_exponent
-        return allocate(geometric_fan_out(len(acceptance), budget, a, r), budget)
+        return best_fan_out(len(acceptance), budget, self.config.acceptance_rate, self.config.power_law_exponent)
 
 
-class Explicit(RowByRow):
+class Explicit(Uniform):
     """The user's own list, for speculations of the length that it was made for; uniform for other lengths."""
 
     def fan_out(self, acceptance, budget):
         given = self.config.fan_out
-        return list(given) if len(given) == len(acceptance) + 1 else allocate([1.0] * (len(acceptance) + 1), budget)
+        return list(given) if len(given) == len(acceptance) + 1 else super().fan_out(acceptance, budget)
 
 
 class Confidence(CacheShape):
@@ -132,11 +127,10 @@ class Confidence(CacheShape):
     accepted count, estimated from the draft's probability of each drafted token, times the chance of its bonus token
     there, estimated from the token's probability among the tokens that remain and from its rank.
 
-    Four logistic models turn these estimates into chances, and learn from every round: whether a token of the draft is
-    accepted, whether a token of a fallback is accepted, whether a guess is right after a rejection, and whether a guess
-    is right after complete acceptance. The initial weights assume that tokens are accepted more often the more likely
-    the draft finds them and the more luck they have, and that guesses are right about as often as their probabilities
-    say, more often for better ranks. Already these weights give a better allocation than Theorem 12.
+    Four logistic models turn these estimates into chances, and learn from every round. Their initial weights assume
+    that tokens are accepted more often the more likely the draft finds them and the more luck they have, and that
+    guesses are right about as often as their probabilities say, more often for better ranks: already a better
+    allocation than that of Theorem 12.
     """
 
     def __init__(self, config: SSDConfig):

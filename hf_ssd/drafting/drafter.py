@@ -26,13 +26,11 @@ class Drafter(ABC):
     """
     Proposes tokens after the verified prefix of each row. In a round, `candidates` and `grow` are called while the
     target verifies; then `commit`, and either `complete`, if tokens are missing, or `take_speculation`. The tokens
-    proposed after an outcome depend on the outcome and the seed alone, and not on whether they were prepared.
+    after an outcome depend on the outcome and the seed alone, not on whether they were prepared.
     """
 
     one_pass = False  # whether a pass over mask tokens gives all tokens of a speculation
-    # Whether it reads hidden states of the target, at the layers that the model names. Then a speculation that is
-    # prepared is not the one that would be drafted just in time.
-    reads_target = False
+    reads_target = False  # whether it reads hidden states of the target. Then prepared speculations are other ones
     prefix_class = VerifiedPrefix
 
     def __init__(
@@ -48,10 +46,9 @@ class Drafter(ABC):
         vocabulary: Vocabulary | None = None,  # if the target has another one than the draft
     ):
         self.device = devices.of_model(model)
-        limit = generation_config.max_length
         options = {"cuda_graphs": config.cuda_graphs, "pack_weights": config.pack_weights}
         kind = RecurrentPrefix if attention_layout(model).recurrent else self.prefix_class
-        self.prefix = kind(model, prompts, limit, earlier, vocabulary, **options)
+        self.prefix = kind(model, prompts, generation_config.max_length, earlier, vocabulary, **options)
         self.vocabulary = self.prefix.vocabulary
         self.vocab_size = self.vocabulary.size  # of the target; all code outside the draft model uses its tokens
         longest = prompt_length or max(self.prefix.lengths)
@@ -59,59 +56,66 @@ class Drafter(ABC):
         self.sampler = self._sampler(generation_config, longest, seed, self.vocab_size, num_workers)
         self.samplers = [self.sampler] * len(prompts)  # of each row
         self.uses_q = config.uses_q(generation_config.do_sample)
-        self.possible = self.vocabulary.common  # how many tokens the draft can propose
-        # The speculation (batch_size, lookahead) that is being verified.
+        # How many tokens the draft can propose.
+        self.possible = min(self.vocabulary.common, getattr(model.config, "draft_vocab_size", self.vocab_size))
+        # The speculation (batch_size, lookahead) that is being verified, and the known outputs of passes (batch_size,
+        # count, ...) after its first tokens.
         self.drafted = torch.zeros(len(prompts), 0, dtype=torch.long, device=self.device)
+        self.known: list[torch.Tensor] = []
 
-    @abstractmethod
     def begin(self) -> None:
-        """Reads the prompts, while the target does the same."""
+        """Reads the prompts, while the target does the same. A head has to wait for the features of the prompts."""
+        if self.prefix.rows and not self.reads_target:
+            self._know(0)
 
     def candidates(self, from_fallback: list[bool], count: int) -> OutcomeCandidates:
         """Ranks `count` bonus tokens after each accepted count of the speculation that is being verified."""
-        logits = self._logits(self._outputs(from_fallback))
-        scores = self._process(logits, self.prefix.ends() + torch.arange(logits.shape[1]))
-        noise, luck = self._noise(scores)
+        logits, starts = self._logits(self._outputs(from_fallback)), [n - 1 for n in self.prefix.lengths]
+        is_mixed, width = len({*self.samplers}) > 1, logits.shape[1]
+
+        def ranked(sampler: DraftSampler, rows: list[int], logits, histories, lengths):
+            scores = sampler.process(logits, histories, lengths)
+            noise = sampler.bonus_noise(rows, starts, width)
+            noise = torch.ones_like(scores) if noise is None and is_mixed else noise
+            return scores, noise, sampler.luck(rows, starts, width - 1)
+
+        of_rows = logits, self._histories(width, 0), self.prefix.ends(torch.arange(width))
+        scores, noise, luck = self._each(list(range(len(logits))), ranked, *of_rows)
         return OutcomeCandidates.of(scores, logits, self.drafted, from_fallback, count, self.possible, noise, luck)
 
     @abstractmethod
     def grow(self, accepted: list[list[int]], bonus: list[list[int]], plan: Plan) -> Iterator[tuple]:
         """
-        Proposes tokens after each outcome, for all outcomes `(batch_size, N)` together, in one or more forward passes.
-        Accepted counts are negative for a place that holds no outcome.
-
-        Yields after each pass the arguments of [`~hf_ssd.drafting.speculation_cache.SpeculationCache.append`] for the
-        next T tokens of each outcome; `None` when asked while the tokens are still on their way to the host.
+        Proposes tokens after all outcomes `(batch_size, N)` together. Accepted counts are negative for a place without
+        an outcome. Yields after each pass the arguments of [`~speculation_cache.SpeculationCache.append`]; `None` when
+        asked while the tokens are still on their way to the host.
         """
 
     def commit(self, kept: list[int], tokens: list[list[int]], branches: list[int]) -> None:
         """
         Takes in the new tokens of each row, none for a row that is left out from now on. The first `kept` of them are
-        the first of its last speculation. `branches` were prepared for the outcome, -1 for a miss.
+        the first of its speculation. `branches` were prepared for the outcome, -1 for a miss.
         """
         self.prefix.decoder.leave_out([not of_row for of_row in tokens])
         self.prefix.grow(tokens, kept)
-        for sampler in {*self.samplers}:
-            sampler.forget_before([length - 1 for length in self.prefix.lengths])
+        for noise in {sampler.noise for sampler in self.samplers if sampler.noise is not None}:
+            noise.forget_before([length - 1 for length in self.prefix.lengths])
 
     def read(self, row: int, start: int, tokens: list[int], options: GenerationConfig | None, seed: int) -> None:
-        """
-        Reads the next tokens of a row that joins, which begins to take part in the passes with the settings that come
-        with its last tokens. [`~Drafter.take_speculation`] must follow then.
-        """
+        """Reads the next tokens of a row that joins. After the last ones, `take_speculation` must follow."""
         self.prefix.read(row, start, tokens, options is not None)
         if options is not None:
             place = self.vocab_size, self.sampler.num_workers, row
             sampler = self._sampler(options, self.prefix.lengths[row], seed, *place)
             self.samplers[row] = sampler if sampler.noise or sampler.processors else self.sampler  # for greedy decoding
             self.forget_speculation()
+            self.known = []  # nothing after the tokens of this row
 
     @abstractmethod
     def complete(self, ready: Speculation, width: int, plan: Plan) -> tuple[Speculation, int]:
         """
-        Drafts the missing tokens just in time: all tokens of a row that missed, and the rest for a row whose branch was
-        only partly grown. The result, `width` tokens of each row, becomes the speculation that is verified next.
-        Returns it and the number of forward passes.
+        Drafts the missing tokens just in time. The result, `width` tokens of each row, becomes the speculation that is
+        verified next. Returns it and the number of forward passes.
         """
 
     def take_speculation(self, tokens: list[list[int]]) -> None:
@@ -122,48 +126,39 @@ class Drafter(ABC):
     def forget_speculation(self) -> None:
         """Forgets what it computed along the speculation, because other tokens are verified in some rows."""
         self.prefix.forget_speculation()
+        self.known = [outputs[:, :1] for outputs in self.known[:1]]  # after the last verified token
 
     # ---------------------------------------------------------------- for all kinds
 
-    @abstractmethod
+    def _know(self, count: int) -> int:
+        """Gets to know the outputs after up to `count` tokens of the speculation. Returns the number of passes."""
+        missing = count + 1 - self._known_width
+        if missing > 0:
+            self.known.append(self.prefix.feed(count, wanted=missing))
+        return int(missing > 0)
+
+    @property
+    def _known_width(self) -> int:
+        return sum(outputs.shape[1] for outputs in self.known)
+
     def _outputs(self, from_fallback: list[bool]) -> torch.Tensor:
         """Returns the outputs of passes after 0 to K tokens of the speculation, `(batch_size, K + 1, ...)`."""
+        self._know(self.drafted.shape[1])
+        return torch.cat(self.known, dim=1)[:, : self.drafted.shape[1] + 1]
+
+    def _of_hits(self, grown: torch.Tensor | None, tokens: list[list[int]], branches: list[int]) -> torch.Tensor | None:
+        """Returns the outputs of the branches that became the speculation, of those of N, if all rows hit."""
+        if grown is None or any(branch < 0 for branch, of_row in zip(branches, tokens) if of_row):
+            return None
+        index = from_host([max(0, branch) for branch in branches], self.device)
+        return grown[torch.arange(len(tokens), device=self.device), index]
 
     def _logits(self, outputs: torch.Tensor) -> torch.Tensor:
         """Returns the target's logits for the outputs of passes."""
         return self.vocabulary.to_target(outputs).float()
 
-    def _process(self, logits: torch.Tensor, lengths: torch.LongTensor) -> torch.Tensor:
-        """Applies the warpers to logits `(batch_size, N, vocab_size)` after `lengths` `(batch_size, N)` tokens."""
-        histories = None
-        if any(sampler.need_history for sampler in self.samplers):
-            histories = self.prefix.ids.values[:, None].expand(-1, lengths.shape[1], -1)
-        rows = list(range(len(logits)))
-        return self._each(rows, lambda sampler, _, *of_rows: (sampler.process(*of_rows),), logits, histories, lengths)[
-            0
-        ]
-
-    def _noise(self, scores: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """
-        Returns the noise of bonus tokens after all positions, 1 for rows that are drawn without noise, and the luck of
-        the drafted tokens. The speculation does not change any more, so both may be looked at.
-        """
-        starts = [length - 1 for length in self.prefix.lengths]
-        if all(sampler.noise is None for sampler in self.samplers):
-            return None, None
-
-        def noise(sampler: DraftSampler, rows: list[int], scores: torch.Tensor):
-            found = sampler.bonus_noise(rows, starts, scores.shape[1])
-            found = torch.ones_like(scores) if found is None and len({*self.samplers}) > 1 else found
-            return found, sampler.luck(rows, starts, scores.shape[1] - 1)
-
-        return self._each(list(range(len(scores))), noise, scores)
-
     def _each(self, rows: list[int], step: Callable, *of_rows: torch.Tensor | None) -> tuple:
-        """
-        Returns the tensors that `step(sampler, rows, *of_rows)` returns, taken for the rows of each sampler. `of_rows`
-        have an element for each of the rows, and so have the results.
-        """
+        """Returns the tensors that `step(sampler, rows, *of_rows)` returns, taken for the rows of each sampler."""
         groups: dict[DraftSampler, list[int]] = {}
         for place, row in enumerate(rows):
             groups.setdefault(self.samplers[row], []).append(place)
@@ -173,23 +168,19 @@ class Drafter(ABC):
         for sampler, places in groups.items():
             of_group = [None if one is None else one[places] for one in of_rows]
             parts.append(step(sampler, [rows[place] for place in places], *of_group))
-        order = from_host([place for places in groups.values() for place in places], self.device).argsort()
+        order = from_host(sum(groups.values(), []), self.device).argsort()
         return tuple(None if one[0] is None else torch.cat(one)[order] for one in zip(*parts))
 
     def _to_host(self, tokens: torch.LongTensor, probabilities: torch.FloatTensor | None) -> tuple[list, list | None]:
-        """
-        Returns tokens `(...)` as lists and, if warpers may set probabilities to 0, for each token the number of tokens
-        with a probability above 0 in its distribution. The host waits for the device once.
-        """
+        """Returns tokens and what [`DraftSampler.supports`] counts as lists. The host waits for the device once."""
         supports = self.sampler.supports(probabilities)
         on_host = devices.to_host(tokens, *[] if supports is None else [supports])
         return on_host[0].tolist(), None if supports is None else on_host[1].tolist()
 
     def _draw(self, logits, lengths: torch.LongTensor, starts: list[list[int]], depth: int, plan: Plan, histories):
         """
-        Draws the token number `depth` of each row's branches from logits `(batch_size, N, vocab_size)`, for the rows
-        that are computed. For `lengths` and `histories` see [`DraftSampler.process`]. Returns the results of
-        [`DraftSampler.draw`] and, if the plan has trees, that of [`~hf_ssd.drafting.siblings.beside`].
+        Draws the token number `depth` of each row's branches, as [`DraftSampler`] does, from logits `(batch_size, N,
+        vocab_size)`. Returns what it draws and, if the plan has trees, what stands [`~siblings.beside`] it.
         """
         decoder = self.prefix.decoder
 
@@ -205,13 +196,12 @@ class Drafter(ABC):
 
     def _histories(self, count: int, behind: int) -> torch.LongTensor | None:
         """
-        Returns the verified tokens `(batch_size, count, columns)` for `count` branches of each row, with room for
+        Returns the verified tokens `(batch_size, count, columns)` of `count` branches of each row, with room for
         `behind` more tokens; `None` if no warper reads them.
         """
         if not any(sampler.need_history for sampler in self.samplers):
             return None
-        ids = self.prefix.ids.values
-        return pad(ids, (0, behind))[:, None].repeat(1, count, 1)
+        return pad(self.prefix.ids.values, (0, behind))[:, None].repeat(1, count, 1)
 
 
 class Completion:
@@ -227,13 +217,7 @@ class Completion:
         self.ahead = ready.probabilities
         self.probabilities = [] if self.ahead is None else [self.ahead[:, : self.first]]
 
-    def add(
-        self,
-        depth: int,
-        token: torch.LongTensor,
-        probability: torch.FloatTensor | None = None,
-        beside: torch.LongTensor | None = None,
-    ) -> None:
+    def add(self, depth: int, token: torch.LongTensor, probability: torch.FloatTensor | None, beside) -> None:
         """Gives each row that lacks token `depth` its `token` `(batch_size, 1)`, drawn from `probability`."""
         if beside is not None:
             for of_row, new in zip(self.beside, beside.tolist()):
@@ -251,6 +235,4 @@ class Completion:
         q = torch.cat(self.probabilities, dim=1) if self.probabilities else None
         tokens, supports = self.drafter._to_host(self.tokens, q)
         support = self.drafter.vocab_size if supports is None else max(map(max, supports))
-        found = dataclasses.replace(self.ready, tokens=tokens, probabilities=q, support=support)
-        found.beside = self.beside
-        return found
+        return dataclasses.replace(self.ready, tokens=tokens, probabilities=q, support=support, beside=self.beside)

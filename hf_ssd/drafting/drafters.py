@@ -18,16 +18,11 @@ DRAFTERS: dict[str, type[Drafter]] = {  # "auto" is the first kind that fits the
 
 
 def drafter_kind(config: SSDConfig, info: DraftInfo) -> type[Drafter]:
-    """
-    Returns the kind of drafter that the config names, or raises `ValueError` if the model does not fit it: only heads
-    read hidden states of the target, and a drafter that takes one pass needs mask tokens, which a recurrent state
-    cannot forget.
-    """
+    """Returns the kind of drafter that the config names, or raises `ValueError` if the model does not fit it."""
     has_mask_token, reads_target = info.mask_token is not None, bool(info.target_layers)
     if config.drafter == "auto":
-        in_one_pass = has_mask_token and not info.recurrent
         fitting = (kind for kind in DRAFTERS.values() if kind.reads_target == reads_target)
-        kind = next(kind for kind in fitting if in_one_pass or not kind.one_pass)
+        kind = next(kind for kind in fitting if not kind.one_pass or (has_mask_token and not info.recurrent))
     else:
         kind = DRAFTERS[config.drafter]
     if kind.reads_target != reads_target:

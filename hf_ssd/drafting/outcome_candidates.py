@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from .calibration import log_odds
 
@@ -36,48 +37,30 @@ class OutcomeCandidates:
         return log_odds(self.chances)
 
     @classmethod
-    def of(
-        cls,
-        scores,
-        logits,
-        drafted,
-        from_fallback: list[bool],
-        guesses: int,
-        possible: int | None = None,
-        noise: torch.Tensor | None = None,
-        luck: torch.Tensor | None = None,
-    ) -> "OutcomeCandidates":
+    def of(cls, scores, logits, drafted, from_fallback: list[bool], guesses: int, possible=None, noise=None, luck=None):
         """
         Ranks bonus tokens by scores `(batch_size, lookahead + 1, vocab_size)` after 0 to K accepted tokens, as the
         draft's warpers left them, and by its raw logits the tokens that the warpers ruled out: when a drafted token is
         rejected, the bonus token is often among these. Only `possible` tokens have logits above -inf. The target draws
-        a token where its probability divided by the `noise`, of the shape of `scores`, is largest, so the draft ranks
-        tokens by its own probability divided by the same noise. With `luck`, of the shape of `drafted`, drafted tokens
-        have a noise of their own; without, they are the draft's choice by this noise too.
+        the token whose probability divided by the `noise`, of the shape of `scores`, is largest, and so does the draft.
+        With `luck`, of the shape of `drafted`, the drafted tokens have a noise of their own; without, they have this.
         """
         lookahead, possible = drafted.shape[1], possible or scores.shape[2]
         noisy = scores if noise is None else scores - noise.log()
         ranking = torch.where(scores.isneginf(), logits - 1e6, noisy)
-        if lookahead:
-            ranking = ranking.clone()
-            ranking[:, :lookahead].scatter_(2, drafted[:, :, None], -math.inf)
+        ranking[:, :lookahead].scatter_(2, drafted[:, :, None], -math.inf)
         tokens = ranking.topk(min(guesses, possible), dim=2).indices
         chances = ranking.softmax(dim=-1).gather(2, tokens)
         drawn_by = noisy if luck is None else scores
         of_drafted = drawn_by[:, :lookahead].softmax(dim=-1).gather(2, drafted[:, :, None])
         luck = torch.zeros_like(of_drafted) if luck is None else luck[:, :, None]
-        of_drafted = torch.nn.functional.pad(torch.cat([of_drafted, luck], dim=2), (0, 0, 0, 1))
+        of_drafted = pad(torch.cat([of_drafted, luck], dim=2), (0, 0, 0, 1))
         # A single transfer, because the host waits for the GPU in each. Tokens are below 2^24, so float32 holds them.
         found = torch.cat([tokens.float(), chances, of_drafted], dim=2).cpu().numpy()
         ranked, chances, of_drafted = np.split(found, [tokens.shape[2], 2 * tokens.shape[2]], axis=2)
-        return cls(
-            ranked.astype(np.int64),
-            chances,
-            of_drafted[:, :lookahead, 0],
-            of_drafted[:, :lookahead, 1],
-            from_fallback,
-            [min(guesses, possible - (k < lookahead)) for k in range(lookahead + 1)],
-        )
+        limits = [min(guesses, possible - (k < lookahead)) for k in range(lookahead + 1)]
+        of_drafted = of_drafted[:, :lookahead].transpose(2, 0, 1)
+        return cls(ranked.astype(np.int64), chances, *of_drafted, from_fallback, limits)
 
     def ranks(self, accepted: list[int], bonus: list[int]) -> list[int]:
         """Returns the rank of each row's bonus token among the guesses, from 0; -1 for no rank or a finished row."""
@@ -87,20 +70,17 @@ class OutcomeCandidates:
             ranks.append(int(places[0]) if len(places) else -1)
         return ranks
 
-    def outcomes(
-        self, fan_outs: list[list[int]], worker_index: int = 0, num_workers: int = 1, fewest: int = 1
-    ) -> tuple[list[list[int]], list[list[int]]]:
+    def outcomes(self, fan_outs: list[list[int]], worker_index: int = 0, num_workers: int = 1, fewest: int = 1):
         """
         Returns accepted counts and bonus tokens of N outcomes, at least `fewest`, of each row. A row with fewer is
-        filled with `UNUSED` accepted counts. Of `num_workers` shares, this is number `worker_index`; outcomes are dealt
-        by the rank of their bonus token, so every share has some of the best guesses.
+        filled with `UNUSED` accepted counts. Of `num_workers` shares, this is number `worker_index`.
         """
-        rows = [
-            [(k, rank) for k, count in enumerate(counts) for rank in range(min(count, self.limits[k]))]
-            for counts in fan_outs
-        ]
-        if num_workers > 1:
-            rows = [sorted(row, key=lambda place: place[1])[worker_index::num_workers] for row in rows]
+        rows = []
+        for counts in fan_outs:
+            row = [(k, rank) for k, count in enumerate(counts) for rank in range(min(count, self.limits[k]))]
+            if num_workers > 1:  # dealt by rank, so that every share has some of the best guesses
+                row = sorted(row, key=lambda place: place[1])[worker_index::num_workers]
+            rows.append(row)
         width = max(fewest, *map(len, rows))
         rows = [row + [(UNUSED, 0)] * (width - len(row)) for row in rows]
         bonus = [[guesses[max(0, k)][rank] for k, rank in row] for row, guesses in zip(rows, self.guesses.tolist())]

@@ -11,38 +11,26 @@ class ParallelDrafter(Drafter):
     """
     A causal language model that was trained to guess several tokens ahead: fed a bonus token and K mask tokens,
     position i gives the i-th token of the speculation, and the last position gives the token after it. Each token is
-    drawn from its marginal distribution, which depends on the outcome but not on the tokens drawn before it. The
-    branches of all outcomes are fed in a single pass, together with the speculation that is being verified unless an
-    earlier pass has read that.
-
-    Warpers that read the tokens before a position, such as repetition penalties, see the tokens up to the bonus token.
+    drawn from its marginal distribution, which depends on the outcome but not on the tokens drawn before it, which
+    warpers that read tokens, such as repetition penalties, do not see either.
     """
 
     one_pass = True
+    grown: torch.Tensor | None = None  # the outputs of all branches, which were grown for the next outcome
 
     def __init__(self, model, *others, **options):
         super().__init__(model, *others, **options)
         self.mask_token = DraftInfo.of(model.config).mask_token
-        # The outputs for the speculation's tokens and for the token after it, valid for the rows in `is_known`.
-        self.marginals: torch.Tensor | None = None
-        self.is_known = [False] * len(self.prefix.lengths)
-        self.grown: torch.Tensor | None = None  # the same for all branches
-
-    def begin(self):
-        if self.prefix.rows:
-            self._know(self.prefix.feed(0, wanted=1))
 
     def _outputs(self, from_fallback):
-        lookahead = self.drafted.shape[1]
-        is_known = all(self.is_known) and self.marginals.shape[1] > lookahead and not any(from_fallback)
-        if not is_known:
-            self._know(self.prefix.feed(lookahead, wanted=lookahead + 1))
-        return self.marginals[:, : lookahead + 1]
+        if any(from_fallback) or self._known_width <= self.drafted.shape[1]:
+            self.known = []
+        return super()._outputs(from_fallback)
 
     def grow(self, accepted, bonus, plan):
         bonus, taken = from_host(bonus, self.device), torch.tensor(accepted).clamp(min=0)
-        starts, count = self.prefix.ends() + taken, taken.shape[1]
-        histories = self._histories(count, plan.lookahead + 1)
+        starts = self.prefix.ends(taken)
+        histories = self._histories(taken.shape[1], plan.lookahead + 1)
         if histories is not None:
             histories.scatter_(2, from_host(starts, self.device)[:, :, None], bonus[:, :, None])
         branches = self.vocabulary.to_draft(bonus)[:, :, None].repeat(1, 1, plan.lookahead + 1)
@@ -57,24 +45,15 @@ class ParallelDrafter(Drafter):
 
     def commit(self, kept, tokens, branches):
         super().commit(kept, tokens, branches)
-        self.is_known = [not of_row or branch >= 0 for of_row, branch in zip(tokens, branches)]
-        if self.grown is None:
-            self.is_known = [False] * len(tokens)
-        else:
-            index = from_host([max(0, branch) for branch in branches], self.device)
-            self.marginals = self.grown[torch.arange(len(tokens), device=self.device), index]
-        self.grown = None
-
-    def read(self, row, start, tokens, options, seed):
-        super().read(row, start, tokens, options, seed)
-        self.is_known[row] = False
+        known, self.grown = self._of_hits(self.grown, tokens, branches), None
+        self.known = [] if known is None else [known]
 
     def complete(self, ready, width, plan):
-        prefix, done = self.prefix, Completion(self, ready, width)
-        self._know(self._guess(width))
+        prefix, done, guessed = self.prefix, Completion(self, ready, width), self._guess(width)
+        self.known = [guessed]
         prefix.forget_speculation()  # mask tokens never stay in the cache
         starts, depths = prefix.ends() - 1, range(done.first, width)
-        drawn = self._draw_all(self.marginals[:, None], self._histories(1, 0), starts, depths, plan)
+        drawn = self._draw_all(guessed[:, None], self._histories(1, 0), starts, depths, plan)
         for depth, tokens in zip(depths, drawn):
             done.add(depth, *tokens)
         self.drafted = done.tokens
@@ -82,21 +61,15 @@ class ParallelDrafter(Drafter):
         return done.speculation(), 1
 
     def _guess(self, width: int) -> torch.Tensor:
-        """Returns the outputs for at least the next `width` tokens of each row, from a pass over mask tokens."""
-        self._write_masks(width)
-        return self.prefix.feed(width, wanted=width + 1)
-
-    def _write_masks(self, count: int) -> None:
+        """Returns the outputs for the next `width` tokens of each row, and the token after them, from mask tokens."""
         columns = self.prefix.columns
-        self.prefix.inputs.write(torch.full((len(columns), count), self.mask_token, device=self.device), columns)
-
-    def _know(self, outputs: torch.Tensor) -> None:
-        self.marginals, self.is_known = outputs, [True] * len(outputs)
+        self.prefix.inputs.write(torch.full((len(columns), width), self.mask_token, device=self.device), columns)
+        return self.prefix.feed(width, wanted=width + 1)
 
     def _draw_all(self, outputs: torch.Tensor, histories, starts: torch.LongTensor, depths: range, plan):
         """
-        Draws the tokens of some depths from outputs `(batch_size, N, T, ...)`, and yields the result of
-        [`Drafter._draw`] for each depth. `starts` `(batch_size, N)`, on the CPU, are the positions of the bonus tokens.
+        Draws the tokens of some depths from outputs `(batch_size, N, T, ...)`, as [`Drafter._draw`] does. `starts`
+        `(batch_size, N)`, on the CPU, are the positions of the bonus tokens.
         """
         for depth in depths:
             lengths = starts + 1 + (depth if histories is None else 0)

@@ -279,7 +279,7 @@ class Speculator:
         if self.uncommitted is not None:
             (counts, outcome, branches), self.uncommitted = self.uncommitted, None
             self.drafter.commit(counts, outcome.tokens, branches)
-            self.drafter.prefix.read_target(outcome.states)
+            self.drafter.prefix.read_target(outcome)
         if self.unwritten is not None:
             if self.has_drafted_beside:
                 self.drafter.forget_speculation()

@@ -1,6 +1,6 @@
 """The verified tokens of each row, which all branches share, and their place in the draft's cache."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from transformers import PreTrainedModel
@@ -15,18 +15,19 @@ from ..cache.ragged import RaggedCache
 from ..cache.row_store import RowStore
 from ..cache.support import last_position_limit
 from ..devices import from_host
-from ..rounds import padded
+from ..rounds import Outcome, padded
 from .vocabulary import Vocabulary
 
 
 class VerifiedPrefix:
     """
     Rows of different lengths, without padding, so a token's column is its position. The speculation that is being
-    verified stands after the prefix of each row. Each row is kept both in the target's tokens and in the draft's
-    tokens, of which several may make up a single token of the target. A drafted token is always a single token in both.
+    verified stands after the prefix of each row. Each row is kept in the target's tokens and in the draft's, of which
+    several may make up a single token of the target, but never one that was drafted.
     """
 
     branches_kind = Branches
+    most_states = 0  # recurrent states of each row that the memory has room for; 0 if the draft has none
 
     def __init__(
         self,
@@ -71,16 +72,8 @@ class VerifiedPrefix:
         return cached_model(model, cache, **options)
 
     def branches(self, accepted: torch.LongTensor, behind: int, depth: int) -> Branches:
-        """
-        Returns branches of up to `depth` tokens, which fork after `accepted` `(batch_size, N)` drafted tokens of each
-        row, on the CPU. Up to `behind` tokens of a row may stand after its prefix.
-        """
+        """Returns branches of `depth` tokens, which fork among the `behind` tokens after each row's prefix."""
         return self.branches_kind(self.decoder, self.forks(accepted), max(self.columns) + behind, depth)
-
-    @property
-    def most_states(self) -> int:
-        """How many recurrent states of each row the memory has room for; 0 if the draft has no recurrent states."""
-        return 0
 
     def adopt(self, branches: Branches, chosen: list[int]) -> torch.Tensor | None:
         """Takes in each row's chosen branch, if branches can be taken in, and returns raw logits after its tokens."""
@@ -89,27 +82,25 @@ class VerifiedPrefix:
     # ---------------------------------------------------------------- rows that join
 
     def read(self, row: int, start: int, tokens: list[int], is_all: bool) -> None:
-        """
-        Reads the next tokens of a row that joins, in a place that is left out. With `is_all` the row then takes part in
-        the passes.
-        """
+        """Reads the next tokens of a row that joins in a place that is left out, and takes part with the last ones."""
         if start == 0:
             self.joining[row] = None
             self.fed[row] = self.lengths[row] = self.columns[row] = 0
         new = from_host(tokens, self.device)
-        for store, text, end in (
-            (self.ids, new, self.lengths),
-            (self.inputs, self.vocabulary.encode(new), self.columns),
-        ):
-            store.reserve(end[row] + len(text))
-            store.values[row, end[row] : end[row] + len(text)] = text
-            end[row] += len(text)
+        self._append(self.ids, self.lengths, row, new)
+        self._append(self.inputs, self.columns, row, self.vocabulary.encode(new))
         if is_all and not self.columns[row]:
             self.columns[row] = 1  # the draft has no tokens for this text; it gets some token
         self._read(row, is_all)
 
+    @staticmethod
+    def _append(store: RowStore, ends: list[int], row: int, text: torch.LongTensor) -> None:
+        store.reserve(ends[row] + len(text))
+        store.values[row, ends[row] : ends[row] + len(text)] = text
+        ends[row] += len(text)
+
     def _read(self, row: int, is_all: bool) -> None:
-        """Reads the next columns of a row that joins, all but the last one if the row then takes part in the passes."""
+        """Reads the next columns of a row that joins, all but the last one if no more come."""
         reader, end = self.joining[row], self.columns[row] - is_all
         if reader is None:
             rows, text = range(len(self.fed)) if self.kept.most else (), self.inputs.values[row, :end].tolist()
@@ -156,12 +147,12 @@ class VerifiedPrefix:
         """The rows that are fed."""
         return list(range(len(self.lengths))) if self.decoder.cache.rows is None else self.decoder.cache.rows
 
-    def ends(self, count: int = 0) -> torch.LongTensor:
-        """Returns the position after each row's prefix and `count` more tokens: `(batch_size, 1)`, on the CPU."""
+    def ends(self, count: int | torch.LongTensor = 0) -> torch.LongTensor:
+        """Returns the position after each row's prefix and `count` more tokens, `(batch_size, 1 or N)`, on the CPU."""
         return torch.tensor(self.lengths)[:, None] + count
 
     def forks(self, accepted: torch.LongTensor) -> torch.LongTensor:
-        """Returns the column after each row's prefix and `accepted` `(batch_size, N)` drafted tokens, on the CPU."""
+        """Returns the column after each row's prefix and `accepted` drafted tokens, `(batch_size, N)` on the CPU."""
         return torch.tensor(self.columns)[:, None] + accepted
 
     def write(self, tokens: torch.LongTensor, behind: int = 0) -> None:
@@ -179,36 +170,28 @@ class VerifiedPrefix:
             self.keep(ended)
             self._free(ended)
 
-    def read_target(self, states: torch.Tensor | Callable[[int, int], torch.Tensor] | None) -> None:
-        """Takes in the `states` of an outcome, after [`~VerifiedPrefix.grow`]. Only heads do."""
+    def read_target(self, outcome: Outcome) -> None:
+        """Takes in the states of an outcome, after [`~VerifiedPrefix.grow`]. Only heads do."""
 
     def _take_in(self, counts: list[int]) -> None:
         """Makes the next `counts` tokens of each row, which already stand after its prefix, part of the prefix."""
-        if self.vocabulary.translation is not None:
-            self._encode(counts)
-        else:
+        translation = self.vocabulary.translation
+        if translation is None:
             self.columns = [n + count for n, count in zip(self.columns, counts)]
-        self.lengths = [n + count for n, count in zip(self.lengths, counts)]
-
-    def _encode(self, counts: list[int]) -> None:
-        """Writes the draft's tokens that make up the next `counts` tokens of each row."""
-        is_common = self.vocabulary.translation.is_common
-        for row in [row for row, count in enumerate(counts) if count]:
+        for row in [row for row, count in enumerate(counts) if count and translation is not None]:
             new = self.ids.values[row, self.lengths[row] :][: counts[row]]
-            others = (~is_common[new[:-1].cpu()]).nonzero()  # proposed by a fallback, and fed as other tokens
+            others = (~translation.is_common[new[:-1].cpu()]).nonzero()  # proposed by a fallback, and fed as others
             if len(others):
                 self.fed[row] = min(self.fed[row], self.columns[row] + int(others[0]))
-            pieces, start = self.vocabulary.encode(new), self.columns[row]
-            self.inputs.reserve(start + len(pieces))
-            self.inputs.values[row, start : start + len(pieces)] = pieces
-            self.columns[row] += len(pieces)
+            self._append(self.inputs, self.columns, row, self.vocabulary.encode(new))
+        self.lengths = [n + count for n, count in zip(self.lengths, counts)]
 
     def feed(self, count: int, wanted: int) -> torch.Tensor:
         """
-        Feeds each row up to `count` tokens after its prefix. All rows feed the same number of tokens. A row that lacks
-        fewer columns feeds some cached tokens again, which changes nothing. A row that is too short for that writes
-        columns beyond its end; they are overwritten before any query sees them. Returns the raw logits (or states, of a
-        head) of the last `wanted` columns, `(batch_size, wanted, draft_size)`.
+        Feeds each row up to `count` tokens after its prefix, the same number of tokens in all rows: a row that lacks
+        fewer columns feeds some cached tokens again, and one that is too short for that writes columns beyond its end,
+        which are overwritten before any query sees them. Returns the raw logits (or states, of a head) of the last
+        `wanted` columns, `(batch_size, wanted, draft_size)`.
         """
         tokens, starts, width = self._next(count, wanted)
         places = [n + count - wanted - start for n, start in zip(self.columns, starts)]
@@ -224,9 +207,8 @@ class VerifiedPrefix:
 
     def feed_with_branches(self, count: int, forks: torch.LongTensor, branches: torch.LongTensor) -> torch.Tensor:
         """
-        Feeds each row up to `count` tokens after its prefix as [`~VerifiedPrefix.feed`] does, and in the same pass
-        whole branches of the draft's tokens `(batch_size, N, T)`, which see their row's first `forks` columns, and
-        which later passes do not see. Returns the raw logits of the branches, `(batch_size, N, T, vocab_size)`.
+        As [`~VerifiedPrefix.feed`], with whole branches of the draft's tokens `(batch_size, N, T)` in the same pass,
+        which see their row's first `forks` columns. Returns the raw logits of the branches.
         """
         tokens, starts, width = self._next(count, 1)
         base = max(max(self.columns) + count, max(starts) + width)

@@ -26,9 +26,8 @@ class Vocabulary:
 
     def to_target(self, logits: torch.Tensor) -> torch.Tensor:
         """
-        Turns the draft's logits `(..., draft_size)` into logits of the target's tokens `(..., size)`, which are -inf
-        for tokens that the draft lacks. Tokens that only the draft has are dropped before any token is drawn, so
-        distributions are exact.
+        Turns logits `(..., draft_size)` into those of the target's tokens `(..., size)`, -inf for tokens that the draft
+        lacks. Tokens that only the draft has are dropped before any token is drawn, so distributions are exact.
         """
         if self.translation is not None:
             return pad(logits, (0, 1), value=-torch.inf)[..., self.sources]

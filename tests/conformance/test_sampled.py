@@ -7,7 +7,7 @@ import torch
 
 import hf_ssd
 from hf_ssd.cache.trial import check_supported
-from hf_ssd.drafting import sampling
+from hf_ssd.drafting import cache_shapes
 from hf_ssd.drafting.autoregressive_drafter import AutoregressiveDrafter
 from hf_ssd.drafting.sampling import DraftSampler
 from hf_ssd.generation import deciding, verification
@@ -87,7 +87,7 @@ def test_scaling_by_the_budget_of_the_planner_is_noticed(target, draft, assistan
     """The mutant for the test above, in this process only: the budget that was planned by the clock."""
 
     def by_the_clock(self, plan):
-        return sampling._planned_fan_outs(plan.lookahead, max(1, plan.budget), 0.8, 0.5)
+        return cache_shapes.best_fan_out(plan.lookahead, max(1, plan.budget), 0.8, 0.5)
 
     monkeypatch.setattr(DraftSampler, "_fan_outs", by_the_clock)
     with pytest.raises(AssertionError):

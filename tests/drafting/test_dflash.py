@@ -94,9 +94,9 @@ def mask_tokens_stay(monkeypatch):
     """Tokens that were read as a block are not read again with their features."""
     take = BlockPrefix.read_target
 
-    def stay(self, states):
+    def stay(self, outcome):
         fed = list(self.fed)
-        take(self, states)
+        take(self, outcome)
         self.fed = fed
 
     monkeypatch.setattr(BlockPrefix, "read_target", stay)

@@ -1,5 +1,6 @@
 """EAGLE-3 heads: the formats they are published in, and what they propose, against passes without any cache."""
 
+import dataclasses
 import json
 
 import pytest
@@ -136,16 +137,19 @@ def test_what_a_head_with_a_sliding_window_proposes(pair):
 
 def features_one_position_off(monkeypatch):
     take = HeadPrefix.read_target
-    off = lambda self, states: take(self, lambda *size: states(*size).roll(1, 0))  # noqa: E731
+
+    def off(self, outcome):
+        take(self, dataclasses.replace(outcome, states=lambda *size: outcome.states(*size).roll(1, 0)))
+
     monkeypatch.setattr(HeadPrefix, "read_target", off)
 
 
 def states_of_rejected_tokens_stay(monkeypatch):
     take = HeadPrefix.read_target
 
-    def keeps(self, states):
+    def keeps(self, outcome):
         fed = list(self.fed)
-        take(self, states)
+        take(self, outcome)
         self.fed = fed
 
     monkeypatch.setattr(HeadPrefix, "read_target", keeps)

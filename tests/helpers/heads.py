@@ -75,9 +75,9 @@ def drafted_in(call) -> dict[tuple, list[int]]:
             prefix = self.prefix
             texts = [tuple(ids[:n].tolist()) for ids, n in zip(prefix.ids.values, prefix.lengths)]
             speculation, steps = complete(self, ready, width, plan)
-            for row, (text, goes_on) in enumerate(zip(texts, prefix.goes_on)):
-                if goes_on and not ready.tokens[row]:
-                    drafted[text] = speculation.tokens[row]
+            for row in prefix.rows:
+                if not ready.tokens[row]:
+                    drafted[texts[row]] = speculation.tokens[row]
             return speculation, steps
 
         return spy
