@@ -52,8 +52,7 @@ def test_a_text_is_that_of_single_passes(target, draft):
     assert stats.adjustable == ["lookahead", "budget"]  # Saguaro sampling is refused
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3_text", "gemma2", "mistral", "phi3", "olmo2", "gpt2",
-                                  "mixtral", "deepseek_v3", "qwen3_next", "bamba", "lfm2"])  # fmt: skip
+@pytest.mark.parametrize("name", ["gemma2", "gpt2", "mixtral", "deepseek_v3", "qwen3_next", "bamba", "lfm2"])
 def test_texts_of_a_family_are_those_of_single_passes(name):
     assert FAMILIES[name][0] == SUPPORTED
     target, draft = hf_ssd.enable(sharp_model(tiny_config(name))), sharp_model(tiny_config(name), noise=0.003)

@@ -210,8 +210,7 @@ def test_models_that_cannot_take_part(arguments, words):
 
 @pytest.mark.parametrize("detected_by", ["is_deepspeed_zero3_enabled", "is_fsdp_managed_module"])
 @pytest.mark.parametrize(
-    "world_size, synced_gpus, words",
-    [(2, None, "`synced_gpus` .FSDP, DeepSpeed"), (2, False, None), (1, None, None)],
+    "world_size, synced_gpus, words", [(2, None, "`synced_gpus` .FSDP, DeepSpeed"), (2, False, None), (1, None, None)]
 )
 def test_ranks_that_share_weights_are_detected_as_in_transformers(
     target, draft, monkeypatch, detected_by, world_size, synced_gpus, words

@@ -181,10 +181,7 @@ def json_of_keys(target, draft, inputs, of_config=()):
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("how", ["in turn", "in a worker", "no draft", "auto"])
 def test_forced_tokens_are_proposed_for_nothing(target, draft, assistant, how, rows, monkeypatch):
-    of_config = {
-        "no draft": {"drafter": "ngram", "budget": "auto"},
-        "auto": {"lookahead": "auto", "budget": "auto"},
-    }
+    of_config = {"no draft": {"drafter": "ngram", "budget": "auto"}, "auto": {"lookahead": "auto", "budget": "auto"}}
     drafts = {"in a worker": assistant, "auto": assistant, "no draft": None}
     call = lambda: json_of_keys(target, drafts.get(how, draft), padded_batch(rows), of_config.get(how, {}))  # noqa: E731
     stats = call()
