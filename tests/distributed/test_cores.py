@@ -147,7 +147,7 @@ def target(passes):
 
     def before_a_pass(*_):
         passes.append((torch.get_num_threads(), len(available_cores())))
-        time.sleep(0.025)
+        time.sleep(0.015)
 
     target.register_forward_pre_hook(before_a_pass)
     return target
@@ -167,7 +167,7 @@ class OneAfterTheOther(FixedPlan):
 
 
 def call(target, assistant, **options):
-    options = {"assistant_model": assistant, "max_new_tokens": 60, "ssd_config": hf_ssd.SSDConfig(), **options}
+    options = {"assistant_model": assistant, "max_new_tokens": 40, "ssd_config": hf_ssd.SSDConfig(), **options}
     return target.generate(**padded_batch(1), **options, return_dict_in_generate=True).ssd_stats
 
 

@@ -75,7 +75,8 @@ def expected():
 
     def tokens(rows, **options):
         inputs = {name: values[-rows:] for name, values in padded_batch(3).items()}
-        return call(target, draft, seed=7, inputs=inputs, settings=settings, **options).sequences.tolist()
+        options |= {"max_new_tokens": 20, "inputs": inputs, "settings": settings, "seed": 7}
+        return call(target, draft, **options).sequences.tolist()
 
     return {
         "greedy": {rows: tokens(rows) for rows in (1, 2, 3)},

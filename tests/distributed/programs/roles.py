@@ -31,7 +31,7 @@ class Program:
         set_seed(7)
         output = self.target.generate(
             **{key: value[-rows:] for key, value in self.inputs.items()},
-            **{"max_new_tokens": 30, "do_sample": False, **options},
+            **{"max_new_tokens": 20, "do_sample": False, **options},
             logits_processor=LogitsProcessorList([AtLength(15, action)] if action else []),
             assistant_model=self.roles.draft,
             ssd_config=hf_ssd.SSDConfig(lookahead=3, budget=6, **settings),
