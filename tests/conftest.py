@@ -12,6 +12,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
+from transformers.utils import logging
 
 import hf_ssd
 from hf_ssd.planning import planner
@@ -49,6 +50,16 @@ def preloaded_python():
 def fresh_python(monkeypatch):
     """For a test of how programs start: they start as users start them."""
     monkeypatch.setattr(subprocess, "Popen", preloaded.FRESH)
+
+
+@pytest.fixture
+def warnings(monkeypatch):
+    """What the library has warned of: what is wrong with a draft."""
+    said = []
+    for module in ("generation.draft", "distributed.assistant", "distributed.several_drafts"):
+        logger = logging.get_logger(f"hf_ssd.{module}")
+        monkeypatch.setattr(logger, "warning", lambda text, *_: said.append(text))
+    return said
 
 
 @pytest.fixture(scope="session")
