@@ -1,8 +1,6 @@
 """Two ends of a channel in two threads. What a killed or silent peer does to a call is in tests/faults."""
 
 import os
-import subprocess
-import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -15,6 +13,7 @@ from hf_ssd.distributed import transport
 from hf_ssd.distributed.wire import Kind, Message, ProtocolError
 
 from ..helpers.channels import channel_ends
+from ..helpers.programs import run
 
 
 @pytest.fixture
@@ -127,9 +126,7 @@ def test_who_computes_on_the_only_core_is_not_interrupted(cores, policy, of_thre
     if len(os.sched_getaffinity(0)) < cores:
         pytest.skip("there is one core")
     theirs, own = getattr(os, f"SCHED_{of_threads}"), getattr(os, f"SCHED_{policy}")
-    command = [sys.executable, "-c", SINGLE_CORE, str(cores), str(own)]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert found.stdout.split("\n")[0] == f"[{theirs}] {own}", found.stderr
+    assert run("-c", SINGLE_CORE, cores, own, timeout=60) == f"[{theirs}] {own}\n"
 
 
 @linux

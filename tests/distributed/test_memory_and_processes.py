@@ -20,6 +20,7 @@ from hf_ssd.distributed.worker_process import WorkerProcess
 from hf_ssd.drafting.draft_info import DraftInfo
 
 from ..helpers.calls import call
+from ..helpers.programs import run
 from ..helpers.thread_worker import ThreadWorker
 from ..helpers.tiny import padded_batch, ready, tiny_draft, tiny_model
 
@@ -223,8 +224,7 @@ def test_a_worker_that_meets_an_error_of_the_protocol_ends_at_once():
         "worker.run = run\n"
         "worker.main()\n"
     )
-    ended = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, timeout=60)
-    assert ended.returncode == 1 and b"ProtocolError: nonsense" in ended.stderr
+    assert "ProtocolError: nonsense" in run("-c", program, status=1, timeout=60)
 
 
 # ---------------------------------------------------------------- closing
