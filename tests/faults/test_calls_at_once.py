@@ -19,11 +19,7 @@ from ..helpers.tiny import padded_batch, ready, tiny_draft
 
 PROMPT, SHORT, LONG = 9, 24, 56
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 0}
-KINDS = {
-    "greedy": ({}, {}),
-    "sampled": (SAMPLED, {}),
-    "coupled": (SAMPLED, {"verification": "coupled"}),
-}
+KINDS = {"greedy": ({}, {}), "sampled": (SAMPLED, {}), "coupled": (SAMPLED, {"verification": "coupled"})}
 
 
 @pytest.fixture(scope="module")

@@ -2,11 +2,8 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -17,6 +14,7 @@ from hf_ssd.rounds import Outcome
 from ..helpers.at_length import AtLength
 from ..helpers.calls import call
 from ..helpers.channels import both
+from ..helpers.programs import run
 from ..helpers.tiny import ready, tiny_draft
 
 
@@ -140,10 +138,7 @@ print("dropped", flush=True)
 
 def test_an_assistant_that_no_one_closed_can_be_dropped_while_its_draft_waits():
     """In a process of its own: a gloo group that waits for a message that never comes waits in C++."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, "-c", DROPPED]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
-    assert done.returncode == 0 and "dropped" in done.stdout, done.stderr
+    assert "dropped" in run("-c", DROPPED, timeout=120)
 
 
 def test_closing_while_another_thread_generates_costs_no_tokens(target, warnings):
