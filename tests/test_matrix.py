@@ -133,7 +133,7 @@ def test_greedy_tokens_are_those_of_plain_generate(make, pair, setting, option, 
         option in matrix.NOTHING and (matrix.PAIRS[pair].draft is None or setting in matrix.TREES)
     )
     models = make(pair)
-    more = {"max_new_tokens": 80} if is_planned else {"max_new_tokens": 40} if is_usual else {}
+    more = {"max_new_tokens": 50} if is_planned else {"max_new_tokens": 40} if is_usual else {}
     more |= {"output_scores": True} if option in matrix.CALLBACKS else {}
     plain = models.once(option, rows, do_sample=False, **more)
     for asynchronous in (True, False) if is_of_pairs else (True,):
