@@ -55,12 +55,25 @@ def test_a_folder_as_assistant_model_is_checked_before_it_is_loaded(tmp_path, ta
     assert children() == before
 
 
-def test_a_draft_that_does_not_load_says_why_in_the_first_line_and_leaves_no_process(tmp_path, fresh_python):
-    before = children()
+@pytest.fixture
+def started(monkeypatch):
+    """The workers that are started."""
+    processes = []
+
+    class Noted(Child):
+        def __init__(self, *args):
+            super().__init__(*args)
+            processes.append(self.popen)
+
+    monkeypatch.setattr(launch, "Child", Noted)
+    return processes
+
+
+def test_a_draft_that_does_not_load_says_why_in_the_first_line_and_leaves_no_process(tmp_path, started):
     tiny_draft().config.save_pretrained(tmp_path)
     with pytest.raises(hf_ssd.DraftError, match="could not load its model: OSError: .*safetensors.*\n.*Traceback"):
         hf_ssd.launch_draft(tmp_path)
-    assert children() == before
+    assert [worker.poll() is None for worker in started] == [False]
 
 
 def test_a_quantization_config_reaches_the_worker(tmp_path, monkeypatch):
@@ -108,21 +121,15 @@ def test_a_worker_that_dies_while_it_starts_is_explained(monkeypatch, tmp_path, 
     assert children() == before
 
 
-def test_a_worker_that_dies_while_it_connects_is_noticed_at_once(monkeypatch):
+def test_a_worker_that_dies_while_it_connects_is_noticed_at_once(monkeypatch, started):
     """What gloo says of it comes later."""
-    started, is_over = [], threading.Event()
-
-    class Noted(Child):
-        def __init__(self, *args):
-            super().__init__(*args)
-            started.append(self.popen)
+    is_over = threading.Event()
 
     def channel(*args, **kwargs):
         started[0].kill()
         is_over.wait(60)
         raise RuntimeError("gloo has given up")
 
-    monkeypatch.setattr(launch, "Child", Noted)
     monkeypatch.setattr(worker_process, "Channel", channel)
     with pytest.raises(hf_ssd.DraftError, match="ended while it started"):
         hf_ssd.launch_draft(tiny_draft(), num_threads=1)
