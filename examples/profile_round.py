@@ -56,7 +56,7 @@ def drafting(draft, prompt: torch.LongTensor, config):
     """Returns two functions to be called in turn, without anyone else at work: what answers on a hit, what prepares."""
     settings = GenerationConfig(do_sample=False, max_length=prompt.shape[1] + 1000)
     drafter = drafter_for(draft, config, settings, list(prompt), seed=0)
-    speculator = Speculator(drafter, config, shape_for(config))
+    speculator = Speculator(drafter, shape_for(config))
     plan = Plan(AHEAD, config.lookahead, config.lookahead, config.budget)
     speculator.begin()
     speculator.prepare(plan)

@@ -12,7 +12,7 @@ from ..drafting.drafts import Drafts
 from ..drafting.speculator import Speculator
 from ..drafting.verified_prefix import VerifiedPrefix
 from ..drafting.vocabulary import Translation
-from ..rounds import IN_TURN, Plan, Speculation, padded
+from ..rounds import IN_TURN, Plan, Speculation
 from . import wire
 from .cores import DraftCores
 from .sessions import SessionRequest, read_options
@@ -199,7 +199,7 @@ class DraftServer:
         speculator, drafter = call.speculator, call.speculator.drafter
         told = wire.read_speculation(message.payload, len(speculator.finished), drafter.vocab_size)
         if not told.record.lookahead:
-            speculator.take_speculation(padded(told.tokens, told.width), told.record.sources)
+            speculator.take_speculation(told.tokens, told.record.sources)
         else:
             if drafter.uses_q:  # the target has the distributions of these tokens
                 shape = len(told.tokens), told.width, drafter.vocab_size

@@ -14,7 +14,7 @@ from ..cache.kept_prefixes import AUTO, KeptPrefixes
 from ..config import SSDConfig
 from ..drafting.drafts import Drafts
 from ..drafting.vocabulary import Translation
-from ..rounds import AHEAD, IN_TURN, RANDOM, Outcome, Plan, RoundRecord, Speculation, padded
+from ..rounds import AHEAD, IN_TURN, RANDOM, Outcome, Plan, RoundRecord, Speculation
 from . import wire
 from .transport import AWAKE, PeerLost
 from .wire import PLAN, Field, Kind, Message, ProtocolError
@@ -272,7 +272,7 @@ class LocalSession(DraftSession):
             return self.answer
 
     def send_proposals(self, tokens: list[list[int]], sources: list[str]) -> None:
-        self.speculator.take_speculation(padded(tokens, max(map(len, tokens))), sources)
+        self.speculator.take_speculation(tokens, sources)
 
     def receive_probabilities(self) -> torch.FloatTensor | None:
         with _as_draft_error():

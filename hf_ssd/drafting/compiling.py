@@ -17,9 +17,8 @@ PROMPT_LENGTH = 8  # tokens, an arbitrary number
 @torch.inference_mode()
 def compile_draft(model: PreTrainedModel) -> str | None:
     """
-    Compiles the forward pass and drafts a few tokens, for a single row and for two rows: sizes are compiled as dynamic,
-    but `torch.compile` treats a size of 1 as a separate case. Returns why the model is as before, for example because
-    no compiler is installed, or `None` if it is compiled.
+    Compiles the forward pass and drafts a few tokens, for one row and for two: `torch.compile` treats a size of 1 as a
+    separate case. Returns why the model is as before, for example because no compiler is installed, or `None`.
     """
     if isinstance(model, Head):
         return "it reads hidden states of the target"
@@ -30,7 +29,7 @@ def compile_draft(model: PreTrainedModel) -> str | None:
         for rows in (1, 2):
             prompts = [torch.arange(PROMPT_LENGTH, device=model.device) for _ in range(rows)]
             drafter = drafter_for(model, config, generation_config, prompts, seed=0)
-            speculator = Speculator(drafter, config, shape_for(config))
+            speculator = Speculator(drafter, shape_for(config))
             speculator.begin()
             speculator.prepare(plan)
             outcome = Outcome([[0]] * rows)

@@ -32,8 +32,8 @@ def has_fallback(request) -> bool:
 def seed_of_call(request, seed: int, reads_target: bool) -> int:
     """
     Returns the seed of a call's noise. If proposals depend on earlier calls, each call gets a different one: values
-    that were learned in a call with the same seed must not meet the same noise again; tokens of a coupled call do not
-    depend on proposals. For `reads_target` see [`~hf_ssd.drafting.drafter.Drafter`].
+    that were learned in a call with the same seed must not meet the same noise again. Tokens of a coupled call do not
+    depend on proposals.
     """
     depends = (request.config.asynchronous and reads_target) or has_fallback(request)
     is_taught = request.config.lookahead == "auto" or (depends and not is_fixed(request.config))
@@ -61,19 +61,10 @@ class Drafts:
             del self.shapes[next(iter(self.shapes))]
         own = model.config.get_text_config(decoder=True).vocab_size
         vocabulary = Vocabulary(request.vocab_size, own, request.translation, devices.of_model(model))
-        drafter = drafter_for(
-            model,
-            config,
-            generation,
-            request.prompts,
-            request.seed,
-            earlier,
-            request.prompt_length,
-            request.num_workers,
-            vocabulary,
-        )
+        of_call = request.prompts, request.seed, earlier, request.prompt_length, request.num_workers
+        drafter = drafter_for(model, config, generation, *of_call, vocabulary)
         if request.keep_prefixes and not drafter.reads_target:  # other calls may run beside a running batch
             request.kept.begin(model, request.keep_prefixes)
             drafter.prefix.kept = request.kept
-        place = {"worker_index": request.worker_index, "num_workers": request.num_workers}
-        return Speculator(drafter, config, shape, generation.max_length, **place)
+        limit = generation.max_length
+        return Speculator(drafter, shape, limit, request.worker_index, request.num_workers)

@@ -1,8 +1,12 @@
 """The speculation cache: from a verification outcome to the speculation that was prepared for it."""
 
+from collections.abc import Iterator
+
 import torch
 
 from ..devices import from_host
+from ..rounds import RoundRecord
+from .outcome_candidates import OutcomeCandidates
 
 
 class SpeculationCache:
@@ -11,8 +15,14 @@ class SpeculationCache:
     may be looked up at any length. Outcomes and tokens are on the host, so a lookup does not use the device.
     """
 
-    def __init__(self, accepted: list[list[int]], bonus: list[list[int]]):
-        self.accepted, self.bonus = accepted, bonus
+    def __init__(
+        self,
+        accepted: list[list[int]],
+        bonus: list[list[int]],
+        candidates: OutcomeCandidates | None = None,  # of which these outcomes were chosen
+        record: RoundRecord | None = None,  # of the round, as far as its preparation has come
+    ):
+        self.accepted, self.bonus, self.candidates, self.record = accepted, bonus, candidates, record
         # For each row, the branch that was prepared for each outcome (accepted count, bonus token).
         self.branches = [
             {outcome: branch for branch, outcome in enumerate(zip(*of_row))} for of_row in zip(accepted, bonus)
@@ -31,8 +41,8 @@ class SpeculationCache:
         self, tokens: list, probabilities: torch.FloatTensor | None, supports: list | None, beside: list | None = None
     ) -> None:
         """
-        Adds the next T tokens `(batch_size, N, T)` of every speculation, with the distribution that each was drawn
-        from, if any, how many tokens have a probability above 0 in it, and what stands [`~siblings.beside`] each.
+        Adds the next T tokens `(batch_size, N, T)` of every speculation, the distribution that each was drawn from, how
+        many tokens have a probability above 0 in it, and what stands [`~siblings.beside`] each.
         """
         for known, added in ((self.tokens, tokens), (self.beside, beside or ())):
             for of_row, new_of_row in zip(known, added):
@@ -46,6 +56,11 @@ class SpeculationCache:
     def lookup(self, accepted: list[int], bonus: list[int]) -> list[int]:
         """Returns the branch that was prepared for the outcome of each row, -1 for a miss."""
         return [branches.get(outcome, -1) for branches, outcome in zip(self.branches, zip(accepted, bonus))]
+
+    def of(self, branches: list[int]) -> Iterator[list]:
+        """Returns the tokens of each row's branch, none for a miss, and what stands beside them."""
+        for store in (self.tokens, self.beside):
+            yield [[] if branch < 0 else of_row[branch] for of_row, branch in zip(store, branches)]
 
     def go_on(self, row: int, branch: int, token: int) -> bool:
         """Whether the tokens of a branch begin with this token, which is then taken from them."""
@@ -61,8 +76,8 @@ class SpeculationCache:
 
     def distributions(self, branches: list[int], width: int) -> torch.FloatTensor | None:
         """
-        Returns the distributions that the tokens of each row's branch were drawn from, `(batch_size, width,
-        vocab_size)` or shorter; `None` if they were not drawn at random. Rows that missed hold arbitrary values.
+        Returns the distributions `(batch_size, width, vocab_size)` or shorter that the tokens of each row's branch were
+        drawn from; `None` if they were not drawn at random. Rows that missed hold arbitrary values.
         """
         if not self.probabilities:
             return None

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 import torch
 from transformers import GenerationConfig
 
-from ..config import SSDConfig
 from ..rounds import (
     BY_TARGET,
     CUSTOM,
@@ -31,7 +30,7 @@ from ..rounds import (
 )
 from .cache_shapes import CANDIDATES, CacheShape
 from .drafter import Drafter
-from .outcome_candidates import UNUSED, OutcomeCandidates
+from .outcome_candidates import UNUSED
 from .siblings import best
 from .speculation_cache import SpeculationCache
 
@@ -39,50 +38,39 @@ BETWEEN_LOOKS = 2e-5  # seconds
 
 
 class Speculator:
-    """
-    Drafts for a batch of rows: ahead of time for the likely outcomes ([`~Speculator.prepare`]), and just in time for
-    the outcomes that were not prepared ([`~Speculator.answer`]).
-    """
+    """Drafts for a batch of rows, ahead of time ([`~Speculator.prepare`]) and just in time ([`~Speculator.answer`])."""
 
     def __init__(
         self,
         drafter: Drafter,
-        config: SSDConfig,
         shape: CacheShape,
         limit: int | None = None,  # tokens that a row may have
         worker_index: int = 0,
         num_workers: int = 1,  # whose budgets are added up; each prepares its share of the outcomes
     ):
-        self.drafter, self.config, self.shape, self.limit = drafter, config, shape, limit
+        self.drafter, self.shape, self.limit = drafter, shape, limit
         self.worker_index, self.num_workers = worker_index, num_workers
-        self.plan = Plan(PLAIN)
-        self.sources = [PREPARED] * len(drafter.prefix.lengths)  # sources of the speculation that is being verified
-        self.finished = [False] * len(drafter.prefix.lengths)
-        self.verified: list[list[int]] = [[] for _ in self.finished]  # the tokens that are being verified
-        self.siblings: list[list[tuple[int, int]]] = [[] for _ in self.finished]  # that are verified beside them
+        self.plan, rows = Plan(PLAIN), len(drafter.prefix.lengths)
+        self.finished = [False] * rows
+        self.verified: list[list[int]] = [[] for _ in range(rows)]  # the tokens that are being verified
+        self.sources = [PREPARED] * rows  # where these come from
+        self.siblings: list[list[tuple[int, int]]] = [[] for _ in range(rows)]  # that are verified beside them
         self.next_siblings: list[list[tuple[int, int]]] | None = None  # those of the last answer
-        self.candidates: OutcomeCandidates | None = None
         self.prepared: SpeculationCache | None = None
-        self.was_prepared = False
-        self.lessons: list[tuple] = []  # candidates, accepted counts and bonus tokens of rounds not learned from yet
-        self.preparing = RoundRecord()  # times and counts of the preparation
+        self.found_in: tuple[SpeculationCache | None, list[int]] = None, []  # where the last outcome was looked up
+        self.proposed: list[list[int]] = [[] for _ in range(rows)]  # of each row, by the target's process
+        self.waits = False  # for the tokens of rows that have missed
         self.uncommitted: tuple | None = None  # the last outcome, until the drafter has taken it in
         self.unwritten: list[list[int]] | None = None  # the tokens that are verified next, until it has written them
-        self.found_in: tuple[SpeculationCache | None, list[int]] = None, []  # where the last outcome was looked up
-        self.proposed: list[list[int]] = [[] for _ in self.finished]  # of each row, by the target's process
-        self.waits = False  # for the tokens of rows that have missed
-        self.has_drafted_beside = False  # while it waits, with other tokens in the place of these
         self.joining: list[tuple] = []  # tokens of rows that join, which are read before the next preparation
+        self.lessons: list[tuple] = []  # candidates, accepted counts and bonus tokens of rounds not learned from yet
 
     def begin(self) -> None:
         """Reads the prompts, while the target does the same."""
         self.drafter.begin()
 
     def join(self, row: int, start: int, tokens: list[int], options: GenerationConfig | None, seed: int) -> None:
-        """
-        Takes in the next tokens of a row that joins, which may be read before the next preparation. Its settings come
-        with its last tokens.
-        """
+        """Takes in the next tokens of a row that joins. Its settings come with the last ones."""
         self.joining.append((row, start, tokens, options, seed))
 
     # ---------------------------------------------------------------- ahead of time
@@ -101,7 +89,7 @@ class Speculator:
 
     def passes(self, plan: Plan) -> Iterator[None]:
         """As [`~Speculator.prepare`]. Yields when it has chosen the outcomes, and after each pass of their branches."""
-        start, self.plan, self.preparing = time.perf_counter(), plan, RoundRecord()
+        start, self.plan = time.perf_counter(), plan
         self.catch_up()
         self._read_joining()
         # The shape has learned from all rounds but the last at each choice, whether there was time to spare or not.
@@ -109,12 +97,10 @@ class Speculator:
         growing = iter(())
         if plan.budget and self.drafter.prefix.rows:
             # 1. Choose the outcomes.
-            accepted, bonus = self._choose(plan)
-            self.prepared = SpeculationCache(accepted, bonus)
-            self.preparing.prepared_at, self.preparing.choose_seconds = start, since(start)
-            self.preparing.budget = self._budget(plan)
-
-            growing = self.drafter.grow(accepted, bonus, plan)
+            cache = self.prepared = self._choose(plan)
+            record = cache.record
+            record.prepared_at, record.choose_seconds = start, since(start)
+            growing = self.drafter.grow(cache.accepted, cache.bonus, plan)
 
         # 2. Grow all branches together, pass by pass.
         start = time.perf_counter()
@@ -123,9 +109,9 @@ class Speculator:
             if grown is None:
                 time.sleep(BETWEEN_LOOKS)
             else:
-                self.prepared.append(*grown)
-                self.preparing.passes += 1
-            self.preparing.grow_seconds = since(start)
+                cache.append(*grown)
+                record.passes += 1
+            record.grow_seconds = since(start)
             yield
         self._learn()
 
@@ -137,21 +123,18 @@ class Speculator:
                 self.drafter.take_speculation(self.verified)
         self.joining.clear()
 
-    def _choose(self, plan: Plan) -> tuple[list[list[int]], list[list[int]]]:
-        """Returns the outcomes to prepare. See [`OutcomeCandidates.outcomes`]."""
-        budget = self._budget(plan) * self.num_workers
-        from_fallback = [source in BY_TARGET for source in self.sources]
-        self.candidates = self.drafter.candidates(from_fallback, max(budget, CANDIDATES))
-        fan_outs = self.shape.fan_outs(self.candidates, budget)
-        fewest = self.drafter.prefix.decoder.fewest_tokens
-        accepted, bonus = self.candidates.outcomes(fan_outs, self.worker_index, self.num_workers, fewest)
-        rows = self.drafter.prefix.rows  # others are finished, or will be read once features of their texts have come
-        return [of_row if row in rows else [UNUSED] * len(of_row) for row, of_row in enumerate(accepted)], bonus
-
-    def _budget(self, plan: Plan) -> int:
-        """Returns the outcomes of each row to prepare: those of the plan, if there is memory for their states."""
-        states = self.drafter.prefix.most_states
-        return min(plan.budget, max(1, states // plan.lookahead)) if states else plan.budget
+    def _choose(self, plan: Plan) -> SpeculationCache:
+        """Returns the outcomes to prepare: as many as the plan says, if there is memory for their states."""
+        prefix, states, budget = self.drafter.prefix, self.drafter.prefix.most_states, plan.budget
+        if states:
+            budget = min(budget, max(1, states // plan.lookahead))
+        from_fallback, of_all = [source in BY_TARGET for source in self.sources], budget * self.num_workers
+        candidates = self.drafter.candidates(from_fallback, max(of_all, CANDIDATES))
+        fan_outs, fewest = self.shape.fan_outs(candidates, of_all), prefix.decoder.fewest_tokens
+        accepted, bonus = candidates.outcomes(fan_outs, self.worker_index, self.num_workers, fewest)
+        for row in {*range(len(accepted))} - {*prefix.rows}:  # finished, or read once features of its text have come
+            accepted[row] = [UNUSED] * len(accepted[row])
+        return SpeculationCache(accepted, bonus, candidates, RoundRecord(budget=budget))
 
     # ---------------------------------------------------------------- the answer
 
@@ -163,83 +146,71 @@ class Speculator:
 
     def look_up(self, outcome: Outcome, plan: Plan) -> Speculation:
         """
-        Returns the tokens that were prepared for an outcome, with the draft's part of the record. The lookup does not
-        wait for the device: the tokens are on the host, and the drafter takes in the outcome, and the hidden states
-        that come with it, later. Afterwards, [`~Speculator.complete`] settles the tokens that are verified next, or the
-        caller settles them and calls [`~Speculator.take_speculation`]. Nothing is prepared for an outcome with tokens
-        of rounds in which the draft was not asked.
+        Returns the tokens that were prepared for an outcome, with the draft's part of the record. It does not wait for
+        the device: the drafter takes in the outcome later. Then [`~Speculator.complete`] settles the tokens that are
+        verified next, or the caller, who calls [`~Speculator.take_speculation`].
         """
         self.catch_up()  # takes in the previous round, if no preparation has done so
-        start, self.plan = time.perf_counter(), plan
-        self.finished = [not tokens for tokens in outcome.tokens]
+        start, self.plan, cache, self.prepared = time.perf_counter(), plan, self.prepared, None
+        self.finished, self.waits = [not tokens for tokens in outcome.tokens], False
+        self.proposed = outcome.proposed or [[] for _ in outcome.tokens]
         counts = [kept(*pair) for pair in zip(outcome.tokens, self.verified)]
-        tokens = [of_row[k] if of_row else 0 for of_row, k in zip(outcome.tokens, counts)]
+        bonus = [of_row[k] if of_row else 0 for of_row, k in zip(outcome.tokens, counts)]
         # A row that has accepted a sibling has a token behind the bonus token that a chain would have given it.
         turned = [
             len(of_row) == k + 2 and (k, of_row[k]) in own
             for of_row, k, own in zip(outcome.tokens, counts, self.siblings)
         ]
-        is_latest = [k + has_turned for k, has_turned in zip(counts, turned)] == outcome.accepted
-        cache, record = (self.prepared, self.preparing) if is_latest else (None, RoundRecord())
-        branches = [-1] * len(counts) if cache is None else cache.lookup(counts, tokens)
+        lengths = [n for n, finished in zip(self.drafter.prefix.lengths, self.finished) if not finished]
+        drafted = self.drafter.drafted.shape[1]
+        is_cut = self.limit is not None and min(lengths, default=0) + drafted >= self.limit
+        if cache is not None and not is_cut:  # the target cuts a speculation near the limit
+            self.lessons.append((cache.candidates, counts, bonus))
+        if [k + has_turned for k, has_turned in zip(counts, turned)] != outcome.accepted:
+            cache = None  # there are tokens of later rounds, in which the draft was not asked
+        branches = [-1] * len(counts)
+        record = RoundRecord(ranks=branches) if cache is None else cache.record
         found = Speculation([[] for _ in counts], None, record)
-        self.proposed = outcome.proposed or [[] for _ in counts]
-        branches = [-1 if tokens else branch for tokens, branch in zip(self.proposed, branches)]  # none is adopted
         if cache is not None:
-            record.grown = cache.grown
+            record.grown, record.ranks = cache.grown, cache.candidates.ranks(counts, bonus)
+            branches = [-1 if own else branch for own, branch in zip(self.proposed, cache.lookup(counts, bonus))]
             for row in [row for row, has_turned in enumerate(turned) if has_turned and branches[row] >= 0]:
                 if not cache.go_on(row, branches[row], outcome.tokens[row][-1]):
                     branches[row] = -1
-            found.tokens = [[] if branch < 0 else of_row[branch] for of_row, branch in zip(cache.tokens, branches)]
-            found.beside = [[] if branch < 0 else of_row[branch] for of_row, branch in zip(cache.beside, branches)]
+            found.tokens, found.beside = cache.of(branches)
             found.support = max(1, cache.support(branches)) if cache.supports else self.drafter.vocab_size
         record.sources = [NOTHING if branch < 0 else PREPARED for branch in branches]
-        record.mode = plan.mode
-        record.states = self.drafter.prefix.most_states
-        record.answered_at = start
-        record.ranks = [-1] * len(counts)
-        if self.candidates is not None and is_latest:
-            record.ranks = self.candidates.ranks(counts, tokens)
-        drafted = self.drafter.drafted.shape[1]
-        lengths = [n for n, finished in zip(self.drafter.prefix.lengths, self.finished) if not finished]
-        is_cut = self.limit is not None and min(lengths, default=0) + drafted >= self.limit
-        if self.candidates is not None and not is_cut:  # the target cuts a speculation near the limit
-            self.lessons.append((self.candidates, counts, tokens))
-        self.was_prepared = self.candidates is not None and is_latest
+        record.mode, record.states, record.answered_at = plan.mode, self.drafter.prefix.most_states, start
         adopted = [-1 if has_turned else branch for branch, has_turned in zip(branches, turned)]
         self.uncommitted, self.found_in = (counts, outcome, adopted), (cache, branches)
-        self.candidates = self.prepared = None
-        self.preparing = RoundRecord()
         record.answer_seconds = since(start)
         return found
 
     def complete(self, found: Speculation, width: int | None = None) -> Speculation:
         """
         Returns the answer, of `width` tokens if the caller has settled the number, after drafting missing tokens just
-        in time. If no tokens are missing, the device is not used. Rows that are finished, or that the target's process
-        proposes for, have no tokens in it. If the plan names a proposer in the target's process, rows that missed have
-        none either: `waits` is set, and the tokens that are verified come with [`~Speculator.take_speculation`].
+        in time. Rows that are finished, or that the target's process proposes for, have no tokens in it. If it proposes
+        after a miss too, `waits` is set, and the tokens come with [`~Speculator.take_speculation`].
         """
         start, plan, record = time.perf_counter(), self.plan, found.record
         drafted = [row for row, ends in enumerate(self.finished) if not ends and not self.proposed[row]]
         missed = [row for row in drafted if record.sources[row] == NOTHING]
         # If nothing was prepared, the draft model proposes the tokens, as in speculative decoding.
-        self.waits = bool(missed) and self.was_prepared and plan.fallback != PRIMARY
+        self.waits = bool(missed) and self.found_in[0] is not None and plan.fallback != PRIMARY
         if self.waits:
             drafted = [row for row in drafted if row not in missed]
         known = [len(found.tokens[row]) for row in drafted]
         if width is None:
             width = answer_width(plan, known) if drafted else 0
-        ready = [tokens[:width] for tokens in padded(self.proposed, width)]  # rows that the draft leaves alone
+        ready = padded(self.proposed, width)  # in rows that the draft leaves alone
         for row in drafted:
             ready[row] = found.tokens[row][:width]
-        found, steps = dataclasses.replace(found, tokens=ready), 0
+        found, record.steps, record.lookahead = dataclasses.replace(found, tokens=ready), 0, width
         lacks_tokens = min(known, default=width) < width
         if lacks_tokens:
             self.catch_up()
             found.probabilities = self.distributions(found)
-            found, steps = self.drafter.complete(found, width, plan)
-            self.has_drafted_beside = self.waits
+            found, record.steps = self.drafter.complete(found, width, plan)
         written = found.tokens
         found.tokens = [tokens if row in drafted else [] for row, tokens in enumerate(written)]
         if width and plan.nodes > width:
@@ -253,12 +224,10 @@ class Speculator:
                 record.sources[row] = PRIMARY
         if not self.waits:
             tokens = [own or of_row for own, of_row in zip(self.proposed, found.tokens)]
-            tokens = padded(tokens, max(map(len, tokens)))
             sources = [EARLY if own else source for own, source in zip(self.proposed, record.sources)]
             self.take_speculation(tokens, sources)
-            if lacks_tokens and tokens == written:  # the drafter has taken them in
+            if lacks_tokens and self.verified == written:  # the drafter has taken them in
                 self.unwritten = None
-        record.steps, record.lookahead = steps, width
         record.answer_seconds += since(start)
         return found
 
@@ -270,9 +239,9 @@ class Speculator:
         return None if cache is None else cache.distributions(branches, speculation.width)
 
     def take_speculation(self, tokens: list[list[int]], sources: list[str]) -> None:
-        """Makes these tokens, `lookahead` of each row, the speculation that is verified next, with its sources."""
-        self.sources, self.verified, self.unwritten = sources, tokens, tokens
-        self.siblings = self.next_siblings or [[] for _ in tokens]
+        """Makes these tokens of each row the speculation that is verified next, with its sources."""
+        self.sources, self.verified = sources, padded(tokens, max(map(len, tokens)))
+        self.unwritten, self.siblings = self.verified, self.next_siblings or [[] for _ in tokens]
 
     def catch_up(self) -> None:
         """Lets the drafter take in the last outcome and the tokens that are verified next, unless it already has."""
@@ -281,11 +250,10 @@ class Speculator:
             self.drafter.commit(counts, outcome.tokens, branches)
             self.drafter.prefix.read_target(outcome)
         if self.unwritten is not None:
-            if self.has_drafted_beside:
+            if self.waits:  # the drafter may have drafted for other rows, with tokens in the place of these
                 self.drafter.forget_speculation()
             self.drafter.take_speculation(self.unwritten)
-            self.has_drafted_beside = False
-        self.uncommitted = self.unwritten = None
+            self.unwritten = None
 
     # ---------------------------------------------------------------- learning
 

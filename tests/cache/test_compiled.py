@@ -172,7 +172,7 @@ def test_whatever_is_planned_a_draft_compiles_once_for_one_row_and_once_for_seve
             config, generation_config = hf_ssd.SSDConfig(lookahead, budget), GenerationConfig(max_length=99)
             prompts = [torch.arange(2, 9 + row) for row in range(rows)]
             drafter = AutoregressiveDrafter(draft, config, generation_config, prompts, seed=0)
-            speculator, plan = Speculator(drafter, config, shape_for(config)), Plan(AHEAD, lookahead, 1, budget)
+            speculator, plan = Speculator(drafter, shape_for(config)), Plan(AHEAD, lookahead, 1, budget)
             speculator.begin()
             for accepted in (0, 0, 1):
                 speculator.prepare(plan)

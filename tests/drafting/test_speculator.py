@@ -28,7 +28,7 @@ def new_speculator(options="greedy", prompts=PROMPTS, **settings):
     generation = GenerationConfig(max_length=200, eos_token_id=1, pad_token_id=0, **OPTIONS[options])
     rows = [torch.tensor(prompt) for prompt in prompts]
     drafter = drafter_for(tiny_model(seed=4), config, generation, rows, seed=5, prompt_length=max(map(len, PROMPTS)))
-    speculator = Speculator(drafter, config, shape_for(config), limit=200)
+    speculator = Speculator(drafter, shape_for(config), limit=200)
     speculator.begin()
     return speculator
 

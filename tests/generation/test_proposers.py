@@ -60,7 +60,7 @@ class RuleDrafter:
     def __init__(self, prompts):
         self.texts, self.verified = [prompt.tolist() for prompt in prompts], [[] for _ in prompts]
         self.drafted = torch.zeros(len(prompts), 0)
-        self.prefix = SimpleNamespace(most_states=0, lengths=[0] * len(prompts), read_target=lambda states: None)
+        self.prefix = SimpleNamespace(most_states=0, lengths=[0] * len(prompts), read_target=lambda outcome: None)
 
     def commit(self, kept, tokens, branches):
         for row, k in enumerate(kept):
@@ -83,18 +83,19 @@ class RuleSpeculator(Speculator):
     """Prepares an outcome for each accepted count, of which some come, and grows the branches as far as time allows."""
 
     def passes(self, plan):
-        self.plan, self.preparing = plan, RoundRecord(budget=plan.budget)
+        self.plan = plan
         self.catch_up()
         if not plan.budget:
             return
         rows = list(zip(self.drafter.texts, self.drafter.verified))
         starts = [[text + verified[:k] for k in range(len(verified) + 1)] for text, verified in rows]
         bonus = [[(target(start) + self.chance.choice([0, 0, 1])) % VOCAB for start in row] for row in starts]
-        self.prepared = SpeculationCache([list(range(len(row))) for row in bonus], bonus)
+        candidates = SimpleNamespace(ranks=lambda accepted, bonus: [0] * len(bonus))
+        accepted = [list(range(len(row))) for row in bonus]
+        self.prepared = SpeculationCache(accepted, bonus, candidates, RoundRecord(budget=plan.budget))
         grown = self.chance.choice([0, plan.lookahead // 2, plan.lookahead, plan.lookahead])
         branches = [[continued([*start, token], grown) for start, token in zip(*row)] for row in zip(starts, bonus)]
         self.prepared.append(branches, None, None)
-        self.candidates = SimpleNamespace(ranks=lambda accepted, bonus: [0] * len(bonus))
         yield
 
     def _learn(self, keep=0):
@@ -110,7 +111,7 @@ class Worker:
         self.server, self.end.while_waiting = DraftServer(self.end.other, None), self.work
 
     def begins(self, request, index, workers):
-        speculator = RuleSpeculator(RuleDrafter(request.prompts), None, None, None, index, workers)
+        speculator = RuleSpeculator(RuleDrafter(request.prompts), None, None, index, workers)
         call = self.server.calls[1] = Call(1, speculator, request)
         speculator.chance, call.round = self.chance, 0
         self.end.other.incoming.clear()  # what a worker would make a speculator of
