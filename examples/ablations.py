@@ -285,7 +285,8 @@ def draw_saguaro(table: list[dict], axes) -> None:
     axes.set(xlim=(min(points[0]) - 0.15, None), title="A smaller C gives more hits and fewer accepted tokens (T = 1)")
 
 
-RULES = {  # settings, and whether the draft knows the noise of bonus tokens
+BY_Q_ALONE = {"bonus_noise": lambda *_: None, "luck": lambda _, rows, __, lookahead: torch.zeros(len(rows), lookahead)}
+RULES = {  # settings, and whether the draft knows the random numbers of the target
     "ranked by q": ({}, False),
     "ranked by q / e": ({}, True),
     "coupled": ({"verification": "coupled"}, True),
@@ -294,12 +295,12 @@ RULES = {  # settings, and whether the draft knows the noise of bonus tokens
 
 
 def noise(pair, args) -> list[dict]:
-    """What a draft gains that knows the noise of bonus tokens: hits of 12 outcomes, speeds, misses of F guesses"""
+    """What a draft gains that knows the target's random numbers: hits of 12 outcomes, speeds, misses of F guesses"""
     table = []
     for temperature in tqdm(args.temperatures, desc="noise", unit="temperature"):
         for name, (settings, is_known) in RULES.items():
             config = hf_ssd.SSDConfig(lookahead=4, budget=max(FAN_OUTS), fallback="primary", **settings)
-            with contextlib.nullcontext() if is_known else patch.object(DraftSampler, "bonus_noise", lambda *_: None):
+            with contextlib.nullcontext() if is_known else patch.multiple(DraftSampler, **BY_Q_ALONE):
                 calls, stats = record(pair, config, temperature, args)
             hits = [mean(row) for row in replay(calls, shape_for(config), 12)]
             p, tokens = mean(hits), mean(s.tokens_per_round for s in stats)

@@ -135,8 +135,8 @@ class Confidence(CacheShape):
 
     def __init__(self, config: SSDConfig):
         super().__init__(config)
-        self.accepted = OnlineLogistic([float(log_odds(config.acceptance_rate)), 0.5, 0.7])
-        self.accepted_fallback = OnlineLogistic([0.0, 1.0, 0.7])
+        self.accepted = OnlineLogistic([float(log_odds(config.acceptance_rate)), 0.5, 1.0])
+        self.accepted_fallback = OnlineLogistic([0.0, 1.0, 1.0])
         self.right_after_rejection = OnlineLogistic([0.5, 0.8, -0.5])
         self.right_at_the_end = OnlineLogistic([0.5, 0.8, -0.5])
 
