@@ -22,10 +22,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from .helpers import preloaded  # noqa: E402
 from .helpers.public_weights import real_cache, real_folders, real_tokenizers  # noqa: E402, F401
 from .helpers.sampled_strings import SMALL  # noqa: E402
+from .helpers.short_waits import sleep_soon  # noqa: E402
 from .helpers.tiny import tiny_draft, tiny_model  # noqa: E402
 
 hypothesis.settings.register_profile("tests", deadline=None)  # other programs may slow an example down
 hypothesis.settings.load_profile("tests")
+sleep_soon()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,5 +1,6 @@
 """Two ends of a channel in two threads. What a killed or silent peer does to a call is in tests/faults."""
 
+import inspect
 import os
 import threading
 import time
@@ -60,7 +61,7 @@ def test_a_core_that_waits_for_a_message_does_not_sleep(monkeypatch):
         work = SimpleNamespace(is_completed=lambda: next(looks), wait=lambda timeout: True)
         with monkeypatch.context() as patch:
             patch.setattr("hf_ssd.distributed.transport.time.sleep", slept.append)
-            transport.wait(work, None, awake=60)
+            inspect.unwrap(transport.wait)(work, None, awake=60)
         return len(slept)
 
     assert naps() == 0

@@ -255,8 +255,10 @@ def preload() -> None:
     sys.path.insert(0, str(ROOT))
     for name in PRELOADED:
         importlib.import_module(name)
+    from tests.helpers.short_waits import sleep_soon
     from tests.helpers.tiny import padded_batch, tiny_draft, tiny_model
 
+    sleep_soon()
     with torch.random.fork_rng():
         tiny_draft()
         tiny_model().generate(**padded_batch(2), do_sample=True, max_new_tokens=2)
