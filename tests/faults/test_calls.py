@@ -38,9 +38,9 @@ class LateWorker(ThreadWorker):
         super().__init__(draft)
         self.gate = gate
 
-    def _connect(self, meeting):
+    def _connect(self):
         assert self.gate.wait(60)
-        super()._connect(meeting)
+        super()._connect()
 
 
 class Late(DraftAssistant):
