@@ -28,13 +28,13 @@ import hf_ssd
 from hf_ssd import theory, timeline
 from hf_ssd.cache import masks
 from hf_ssd.generation import verification
-from hf_ssd.serving import stops
+from hf_ssd.serving import logprobs
 
 DOCS = Path(__file__).parent.parent / "docs"
 EDITS = [
     (masks.within_window, "Rename the argument `window` to `size`"),
     (masks.chains, "Rename the argument `count` to `rows`"),
-    (stops.cut_answer, "Rename the function to `shortened`"),
+    (logprobs.entries, "Rename the function to `described`"),
     (timeline.intervals, "Rename the argument `stats` to `statistics`"),
 ]
 QUESTIONS = [

@@ -4,11 +4,9 @@ import bisect
 import copy
 import re
 
-from tokenizers.decoders import DecodeStream
 from transformers.utils.chat_parsing import ResponseParser
 
 from .parameters import ToolCall
-from .rows import held_back
 
 
 class LenientParser:
@@ -24,9 +22,9 @@ class LenientParser:
         self.text += text
         return self._content(text) if self.is_raw else self._tried(lambda: self.parser.feed(text))
 
-    def finalize(self) -> tuple[dict, list[dict]]:
-        """Returns an empty message, which no streamer reads, and the last events."""
-        return {}, [] if self.is_raw else self._tried(lambda: self.parser.finalize()[1])
+    def finalize(self) -> list[dict]:
+        """Returns the last events."""
+        return [] if self.is_raw else self._tried(lambda: self.parser.finalize()[1])
 
     def _tried(self, step) -> list[dict]:
         try:
@@ -57,44 +55,7 @@ def calls(events: list[dict]) -> list:
     return [event["value"] for event in events if event["type"] == "region_close" and event["field"] == "tool_calls"]
 
 
-def texts(events: list[dict]) -> list[tuple[str, str]]:
-    """Returns the texts that clients are shown, each after the name of its field."""
-    return [
-        (event["field"], event["text"]) for event in events if event["type"] == "region_chunk" and not event["dirty"]
-    ]
-
-
 def shown(events: list[dict]) -> int:
     """Returns a measure of what clients are shown, which grows with the answer."""
-    return sum(len(text) for _, text in texts(events)) + len(calls(events))
-
-
-def lenient(processor):
-    """Returns a copy of a processor or tokenizer whose `parse_response` reads any answer."""
-    processor = copy.copy(processor)
-    if hasattr(processor, "tokenizer"):
-        processor.tokenizer = copy.copy(processor.tokenizer)
-    tokenizer = getattr(processor, "tokenizer", processor)
-    strict = tokenizer.parse_response
-
-    def parse_response(response, template, prefix, **options) -> dict:
-        try:
-            message = strict(response, template, prefix=prefix, **options)
-            for call in message.get("tool_calls") or ():
-                ToolCall.model_validate(call)
-            return message
-        except Exception:  # as above
-            parser = LenientParser(ResponseParser(template, prefix=prefix, **options), tokenizer.all_special_tokens)
-        events = list(parser.initial_events)
-        pieces = DecodeStream([], skip_special_tokens=False)  # as a stream is decoded
-        for token in response.tolist():
-            events += parser.feed(pieces.step(tokenizer.backend_tokenizer, token) or "")
-        events += parser.feed(held_back(tokenizer.backend_tokenizer, response.tolist(), False))
-        events += parser.finalize()[1]
-        message = {"tool_calls": calls(events)}
-        for field, text in texts(events):
-            message[field] = message.get(field, "") + text
-        return message
-
-    tokenizer.parse_response = parse_response
-    return processor
+    texts = (event["text"] for event in events if event["type"] == "region_chunk" and not event["dirty"])
+    return sum(map(len, texts)) + len(calls(events))

@@ -4,20 +4,16 @@ import asyncio
 import contextlib
 import contextvars
 import inspect
+import logging
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.cli.serving.utils import (
-    BaseGenerateManager,
-    InferenceThread,
-    _GenerationCancelled,
-    _StreamError,
-)
+from transformers.cli.serving.utils import InferenceThread, _GenerationCancelled
 from transformers.generation.streamers import BaseStreamer
 
 from ..generation.continuous import ContinuousBatching
@@ -26,7 +22,7 @@ from ..grammar import Grammar
 from ..stats import SSDStats
 from . import joined
 from .answers import LenientParser
-from .errors import Refusal
+from .errors import Refusal, described
 from .limits import check_prompt, check_rows, check_settings, positions_of
 from .logprobs import Entry, entries_of_prompt
 from .metrics import CANCELLED, FAILED, FINISHED, REFUSED, Totals
@@ -37,6 +33,7 @@ from .rows import Choice, Row, StopCriteria
 END_TIMEOUT = 10.0  # seconds for a running call to reach its next round
 MOST_WAITING = 256  # threads that wait for answers; further requests wait for a thread
 RETRY = {"retry-after": "5"}  # seconds
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -46,7 +43,10 @@ class Call:
     loop: asyncio.AbstractEventLoop  # the event loop that answers it
     parameters: Parameters = field(default_factory=Parameters)
     grammar: Grammar | None = None  # that the answer follows
-    prompt: list[int] | None = None  # tokens that take the place of those that transformers' handler has made
+    name: str = ""  # that the client or the server gave it
+    body: dict = field(default_factory=dict)  # as transformers' handler reads it
+    prompts: list[list[int] | None] = field(default_factory=list)  # tokens of each, `None` for a chat
+    prompt: list[int] | None = None  # of these, which takes the place of the tokens that transformers' handler makes
     has_left: threading.Event = field(default_factory=threading.Event)  # set when nobody waits for its answer any more
     is_prepared: bool = False  # whether its prompt is tokenized
     has_begun: bool = False  # whether a token of its answer was generated
@@ -54,16 +54,15 @@ class Call:
     choices: list[Choice] = field(default_factory=list)  # of the answer to the prompt
     rows: list[Row] = field(default_factory=list)  # of `generate()`: for each choice, or for all
     of_prompt: list[Entry] = field(default_factory=list)  # its log-probabilities
-    generation: Future = field(default_factory=Future)  # of the prompt's answer
     cached: int = 0  # tokens of the prompt that were not read again
     tokens: int = 0  # generated so far
     seconds: float = 0.0  # of generating
     asked_at: float = field(default_factory=time.perf_counter)
 
-    def begin(self, prompt: list[int] | None) -> None:
+    def begin(self, number: int) -> None:
         """Begins the answer to a prompt."""
-        self.prompt, self.is_prepared, self.has_begun = prompt, False, False
-        self.choices, self.rows, self.of_prompt, self.generation, self.cached = [], [], [], Future(), 0
+        self.prompt, self.is_prepared, self.has_begun = self.prompts[number], False, False
+        self.choices, self.rows, self.of_prompt, self.cached = [], [], [], 0
 
     def row(self, choice: int) -> Row:
         return self.rows[choice % len(self.rows)]
@@ -130,9 +129,9 @@ class CountingStreamer(BatchStreamer, RoundStreamer):
         tokens = tokens[: len(self.rows[row].settle(tokens.tolist()))]
         now = time.perf_counter()
         if not self.call.has_begun:
-            self.totals.first_token.add(now - self.call.asked_at)
+            self.totals.first_token.observe(now - self.call.asked_at)
         elif len(tokens):
-            self.totals.next_token.add((now - self.last) / len(tokens))
+            self.totals.next_token.observe((now - self.last) / len(tokens))
         self.last, self.call.has_begun = now, True
         self.totals.tokens += len(tokens)
         self.call.tokens += len(tokens)
@@ -143,10 +142,10 @@ class CountingStreamer(BatchStreamer, RoundStreamer):
         """Does nothing: [`CallRunner`] tells the client when it has counted the call."""
 
 
-class CallRunner(BaseGenerateManager):
+class CallRunner:
     """
     Runs calls, and checks and counts them: in a running `batch`, each with a thread that waits for it, or without one
-    in turn in a single thread. transformers' handlers call its methods.
+    in turn in a single thread. transformers' handlers take it for their manager of generation.
     """
 
     def __init__(self, totals: Totals, max_tokens: int | None = None, batch: ContinuousBatching | None = None):
@@ -181,35 +180,20 @@ class CallRunner(BaseGenerateManager):
         self.prepare(model, inputs, gen_config, call)
         if response_parser is not None:
             response_parser = LenientParser(response_parser, tokenizer.all_special_tokens)
-        choice = Choice(call.loop, tokenizer.backend_tokenizer, True, response_parser)
-        self._join(call, choice, model, {**inputs, "generation_config": gen_config, "tokenizer": processor})
-        return choice.queue, choice.streamer
-
-    async def generate_non_streaming(self, model, processor, inputs, gen_config, request_id):
-        """Called in the thread that prepares, until it waits."""
-        call = CALL.get()
-        self.prepare(model, inputs, gen_config, call)
-        choice = Choice(call.loop, getattr(processor, "tokenizer", processor).backend_tokenizer, False)
-        self._join(call, choice, model, {**inputs, "generation_config": gen_config, "tokenizer": processor})
-        await asyncio.sleep(0)  # here a coroutine that `requests.begun_in` has begun goes on in the event loop
-        await asyncio.shield(asyncio.wrap_future(call.generation))  # which ends also if nobody waits
-        tokens = torch.tensor(choice.tokens, dtype=torch.long)
-        return processor.decode(tokens, skip_special_tokens=True), inputs["input_ids"].shape[-1], tokens
-
-    def _join(self, call: Call, choice: Choice, model: PreTrainedModel, options: dict) -> None:
-        """Adds a choice to a call, which runs when it has all of them."""
+        choice = Choice(call.loop, tokenizer.backend_tokenizer, call.parameters, response_parser)
         call.choices.append(choice)
-        if len(call.choices) == call.parameters.count():
-            self.submit(self._run, call, model, options)
+        if len(call.choices) == call.parameters.get("n", 1):
+            self.submit(self._run, call, model, **inputs, generation_config=gen_config, tokenizer=processor)
+        return choice.queue, choice
 
-    def _run(self, call: Call, model: PreTrainedModel, options: dict) -> None:
+    def _run(self, call: Call, model: PreTrainedModel, **options) -> None:
         try:
             self.generate(model, call, call.choices, **options)
-            call.generation.set_result(None)
         except Exception as error:
+            if call.parameters.stream and described(call.blamed(error))[0] == 500:
+                logger.error("A call failed.", exc_info=error)
             for choice in call.choices:
-                choice.fail(None if isinstance(error, _GenerationCancelled) else _StreamError(str(error)))
-            call.generation.set_exception(error)
+                choice.fail(error)
 
     async def async_submit(self, fn, *args, **kwargs):
         """Returns the result of a function in the thread that generates. The function ends also if nobody waits."""
@@ -229,7 +213,7 @@ class CallRunner(BaseGenerateManager):
         try:
             counting = CountingStreamer(self, call, streamers, self.totals, call.rows)
             counting.check()
-            if parameters.echoes() and parameters.likely() is not None:
+            if parameters.get("echo") and parameters.likely() is not None:
                 call.of_prompt = entries_of_prompt(model, call.prompt, parameters.likely(), counting.check)
             if self.batch is not None and "ssd_config" not in kwargs:
                 settings = [self._settings([row], call, length) for row in call.rows]
@@ -240,11 +224,9 @@ class CallRunner(BaseGenerateManager):
                 with self.without_draft, seeded(parameters.seed, model.device):
                     model.generate(**kwargs, **self._settings(call.rows, call, length), streamer=counting)
             end = FINISHED
-        except _GenerationCancelled:  # the client has left
-            end = CANCELLED
-            raise
         except Exception as error:
-            end = CANCELLED if self.are_over else FAILED
+            if self.are_over or isinstance(error, _GenerationCancelled):  # the client has left
+                end = CANCELLED
             call.error = error
             raise
         finally:
@@ -257,7 +239,8 @@ class CallRunner(BaseGenerateManager):
     def _settings(self, rows: list[Row], call: Call, length: int) -> dict:
         """Returns criteria and processors of some rows, after a prompt of this length."""
         processors, criteria = LogitsProcessorList(), StoppingCriteriaList()
-        if any(penalties := call.parameters.penalties()):
+        penalties = [call.parameters.get(f"{kind}_penalty", 0.0) for kind in ("frequency", "presence")]
+        if any(penalties):
             processors.append(Penalties(length, *penalties))
         if call.grammar is not None:
             processors.append(call.grammar if len(rows) == len(call.rows) else call.grammar.another())
@@ -296,4 +279,4 @@ class CallRunner(BaseGenerateManager):
             limits = [gen_config.max_new_tokens, longest and longest - length, self.max_tokens]
             gen_config.max_new_tokens = most = min(filter(None, limits), default=None)
             if gen_config.do_sample and most is not None:
-                check_rows(model, call.parameters.count(), length + most)
+                check_rows(model, call.parameters.get("n", 1), length + most)

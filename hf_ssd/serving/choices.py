@@ -1,78 +1,60 @@
-"""The choices of an answer as clients get them: numbered, without stop strings, with prompts and log-probabilities."""
+"""The choices of an answer as clients get them: numbered, with prompts and log-probabilities, streamed or whole."""
+
+from collections import Counter
 
 from .calls import Call
 from .logprobs import Entry, Names
-from .stops import StreamCut, cut_answer
 
-
-def with_cached(answer: dict, cached: int) -> dict:
-    """Returns an answer or event whose usage, if it has any, says how many tokens of the prompt were not read again."""
-    usage = answer.get("usage") or (answer.get("response") or {}).get("usage") or {}
-    if "prompt_tokens" in usage:
-        usage["prompt_tokens_details"] = {"cached_tokens": cached}
-    elif "input_tokens_details" in usage:
-        usage["input_tokens_details"]["cached_tokens"] = cached
-    return answer
+TEXTS = ("text", "content", "reasoning_content")  # fields of a choice
 
 
 class Choices:
     """Joins the answers to the prompts of a request: numbers their choices, and sums their usage."""
 
     def __init__(self, prompts: int, count: int):
-        self.prompts, self.count, self.usage, self.left = prompts, count, {}, prompts * count
-        self.cached = 0
+        self.count, self.usage, self.cached, self.left = count, Counter(), 0, prompts * count
 
-    def number(self, answer: dict, prompt: int, choice: int) -> None:
+    def number(self, event: dict, prompt: int, choice: int, cached: int) -> None:
         """
-        Numbers the choice of an answer or event. The last usage is that of all answers, and the only one. It has the
-        tokens of each prompt once.
+        Numbers the choice of an event. The last usage is that of all answers, and the only one. It has the tokens of
+        each prompt once, and says how many of them, `cached` of this prompt, were not read again.
         """
-        if self.prompts * self.count == 1:
-            return
-        for one in answer.get("choices", ()):
+        for one in event.get("choices", ()):
             one["index"] = prompt * self.count + choice
-        usage = answer.pop("usage", None)
-        if usage is None:
+        usage = event.get("usage") or (event.get("response") or {}).get("usage") or {}
+        if "input_tokens_details" in usage:  # of `/v1/responses`
+            usage["input_tokens_details"]["cached_tokens"] = cached
+        if "prompt_tokens" not in usage:
             return
+        del event["usage"]
         self.left -= 1
-        for name in ("prompt_tokens", "completion_tokens"):
-            tokens = 0 if choice and name == "prompt_tokens" else usage[name]
-            self.usage[name] = self.usage.get(name, 0) + tokens
-        self.cached += 0 if choice else usage["prompt_tokens_details"]["cached_tokens"]
+        self.usage["completion_tokens"] += usage["completion_tokens"]
+        if choice == 0:
+            self.usage["prompt_tokens"] += usage["prompt_tokens"]
+            self.cached += cached
         if self.left == 0:
-            answer["usage"] = {**self.usage, "total_tokens": sum(self.usage.values())}
-            with_cached(answer, self.cached)
+            details = {"prompt_tokens_details": {"cached_tokens": self.cached}}
+            event["usage"] = {**self.usage, "total_tokens": self.usage.total(), **details}
 
 
 class ShownChoice:
-    """A choice of the answer to a prompt, whole or as the events of a stream."""
+    """A choice of the answer to a prompt, as the events that a client gets."""
 
     def __init__(self, call: Call, prompt: int, index: int, names: Names):
         self.call, self.index, self.names, self.parameters = call, index, names, call.parameters
-        self.cut, self.items, self.sent = StreamCut(self.parameters.stops()), 0, 0
+        self.items = self.sent = 0  # pieces of the answer, and tokens with log-probabilities
         self.prompt: str | None = None  # that is to stand before the text
-        if self.parameters.echoes():
+        if self.parameters.get("echo"):
             text = self.parameters.prompts()[prompt]
             self.prompt = text if isinstance(text, str) else names.tokenizer.decode(text, skip_special_tokens=True)
         self.before = len(self.prompt or "")
-
-    def whole(self, answer: dict) -> dict:
-        """Returns an answer that is not streamed as the client gets it."""
-        row = self.call.row(self.index)
-        answer = cut_answer(answer, self.parameters.stops(), row.is_over)
-        (choice,) = answer["choices"]
-        if self.prompt is not None:
-            choice["text"] = self.prompt + choice["text"]
-        if self.parameters.likely() is not None:
-            choice["logprobs"] = self._logprobs(self.call.of_prompt, 0, row.shown())
-        return answer
 
     def events(self, event: dict) -> list[dict]:
         """Returns the events that the client gets in place of an event of transformers' handler."""
         choice = next(iter(event.get("choices", ())), None)
         if choice is None:
-            return self.cut.events(event)
-        first, is_last = [], choice.get("finish_reason") is not None
+            return [event]
+        first, is_last, mark = [], choice.get("finish_reason") is not None, None
         if self.prompt is not None:
             of_prompt = {"index": choice["index"], "text": self.prompt}
             if self.call.of_prompt:
@@ -80,18 +62,17 @@ class ShownChoice:
             first = [{**event, "choices": [of_prompt]}]
             first[0].pop("usage", None)
             self.prompt = None
-        self.items += not is_last and "role" not in choice.get("delta", ())
-        sent = self.cut.events(event)
-        if self.parameters.likely() is not None and sent:
-            for one in sent:  # an event may be sent again, with text that was held back
-                one["choices"][0].pop("logprobs", None)
+        if is_last:
+            if choice["finish_reason"] == "length" and self.call.row(self.index).is_over:
+                choice["finish_reason"] = "stop"  # the last possible token completed a stop string
+        else:
+            self.items += "role" not in choice.get("delta", ())
             mark = self.call.choices[self.index].marks[self.items - 1] if self.items else 0
-            row = self.call.row(self.index) if is_last or mark else None
-            count = row.shown(None if is_last else mark) if row else 0
-            if count > self.sent:
-                last = sent[0 if is_last else -1]["choices"][0]
-                last["logprobs"], self.sent = self._logprobs([], self.sent, count), count
-        return [*first, *sent]
+        if self.parameters.likely() is not None and mark != 0:
+            count = self.call.row(self.index).shown(mark)
+            if count > self.sent or (is_last and not self.parameters.stream):  # a whole answer has them, if empty
+                choice["logprobs"], self.sent = self._logprobs([], self.sent, count), count
+        return [*first, event]
 
     def _logprobs(self, of_prompt: list[Entry], start: int, stop: int) -> dict:
         """Returns those of the prompt, and of some tokens after it."""
@@ -101,3 +82,35 @@ class ShownChoice:
             return self.names.in_chat(entries)
         offsets = self.names.offsets([one.token for one in of_prompt])
         return self.names.in_completion(entries, [*offsets, *(self.before + one[0] for one in row.starts[start:stop])])
+
+
+def whole(events: list[dict]) -> dict:
+    """Returns the answer that the events of a stream make."""
+    *_, last = events
+    if "response" in last:  # of `/v1/responses`, whose last event has all of it
+        return last["response"]
+    choices: dict[int, dict] = {}
+    for event in events:
+        for part in event["choices"]:
+            index = part["index"]
+            join(choices.setdefault(index, {"index": index}), part)
+    is_chat = last["object"] == "chat.completion.chunk"
+    for choice in choices.values() if is_chat else ():
+        choice["message"] = {"content": "", **choice.pop("delta")}
+        for call in choice["message"].get("tool_calls", ()):
+            del call["index"]
+    last.pop("system_fingerprint", None)
+    return {**last, "object": last["object"].removesuffix(".chunk"), "choices": [choices[i] for i in sorted(choices)]}
+
+
+def join(choice: dict, part: dict) -> None:
+    """Adds a part of a choice to those before it: texts and lists go on, and of other values the last one counts."""
+    for name, value in part.items():
+        if isinstance(value, dict):
+            join(choice.setdefault(name, {}), value)
+        elif isinstance(value, list):
+            choice.setdefault(name, []).extend(value)
+        elif isinstance(value, str) and name in TEXTS:
+            choice[name] = choice.get(name, "") + value
+        else:
+            choice[name] = value

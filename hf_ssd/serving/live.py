@@ -46,12 +46,12 @@ class LiveRequest(BaseModel):
 class LiveStreamer(RoundStreamer):
     """Turns rounds, or single tokens if the request does not speculate, into events for `send`."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, send: Callable[[dict], None], speculates: bool):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, send: Callable, others: Callable, speculates: bool):
         super().__init__(self._add_round)
         self.tokenizer, self.send, self.speculates = tokenizer._tokenizer, send, speculates
+        self.others = others  # returns how many answers are written beside it
         self.decoder, self.waiting = DecodeStream([], skip_special_tokens=True), []
         self.totals, self.start = Totals(), time.perf_counter()
-        self.others: Callable[[], int] = lambda: 0  # how many answers are written beside it
 
     def follow(self, ids: torch.LongTensor) -> None:
         """Makes the text go on where these tokens end: some tokenizers drop the space in front of a text."""
@@ -108,8 +108,7 @@ class Live:
         def send(event: dict) -> None:
             call.loop.call_soon_threadsafe(queue.put_nowait, event)
 
-        streamer = LiveStreamer(self.tokenizer, send, request.draft)
-        streamer.others = self.calls.others
+        streamer = LiveStreamer(self.tokenizer, send, self.calls.others, request.draft)
         self.calls.submit(self._generate, request, call, streamer, send)
         event = {}
         while not {"end", "error"} & event.keys():

@@ -1,19 +1,17 @@
 """Counts the calls of a server, and gives the totals to Prometheus."""
 
-import bisect
-import itertools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client import Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from ..distributed.assistant import DraftAssistant
 from ..generation.continuous import ContinuousBatching
 from ..stats import SSDStats
 
+BOUNDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 40.0, 160.0, 640.0)  # seconds
 FINISHED, CANCELLED, REFUSED, FAILED = ENDS = ("finished", "cancelled", "refused", "failed")
 
 
@@ -22,21 +20,9 @@ def counter(about: str, start=0):
     return field(default=start, metadata={"about": about})
 
 
-class Histogram:
-    """Counts durations in seconds, in the form in which Prometheus reads them."""
-
-    BOUNDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 40.0, 160.0, 640.0, math.inf)
-
-    def __init__(self):
-        self.counts, self.sum = [0] * len(self.BOUNDS), 0.0
-
-    def add(self, seconds: float) -> None:
-        self.counts[bisect.bisect_left(self.BOUNDS, seconds)] += 1
-        self.sum += seconds
-
-    def metric(self, name: str, about: str) -> Metric:
-        buckets = list(zip(map(floatToGoString, self.BOUNDS), itertools.accumulate(self.counts)))
-        return HistogramMetricFamily(name, about, buckets=buckets, sum_value=self.sum)
+def histogram(name: str, about: str):
+    """Returns a field of [`Totals`] that counts durations in seconds."""
+    return field(default_factory=lambda: Histogram(f"hf_ssd_{name}_seconds", about, buckets=BOUNDS, registry=None))
 
 
 @dataclass
@@ -44,8 +30,8 @@ class Totals:
     """Sums over calls. The thread that generates writes them; refusals are counted where requests are prepared."""
 
     requests: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ENDS, 0))
-    first_token: Histogram = field(default_factory=Histogram)
-    next_token: Histogram = field(default_factory=Histogram)
+    first_token: Histogram = histogram("time_to_first_token", "Seconds until the first token")
+    next_token: Histogram = histogram("time_per_output_token", "Seconds for each further token")
     gained: int = 0  # tokens from verifications; the token that follows a prompt comes from the prefill
     tokens: int = counter("Generated tokens")
     rounds: int = counter("Verifications by the target")
@@ -106,9 +92,8 @@ class Metrics(Collector):
                 yield CounterMetricFamily(f"hf_ssd_{one.name}", one.metadata["about"], value=value)
         for name, ratio in self.totals.ratios.items():
             yield GaugeMetricFamily(f"hf_ssd_{name}", RATIOS[name][-1], value=ratio)
-        totals = self.totals
-        yield totals.first_token.metric("hf_ssd_time_to_first_token_seconds", "Seconds until the first token")
-        yield totals.next_token.metric("hf_ssd_time_per_output_token_seconds", "Seconds for each further token")
+        yield from self.totals.first_token.collect()
+        yield from self.totals.next_token.collect()
         if self.batch is not None:
             rows = self.batch.rows
             running = len(rows.live) + len(rows.reading)

@@ -1,25 +1,30 @@
 """The parameters of OpenAI's requests: their allowed values, and whether this server supports them."""
 
 import json
+from types import NoneType
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from .errors import Refusal
-from .structured import ResponseFormat, TextOptions
 
 TEXTS = ("text", "input_text", "output_text")  # types of a message's parts
 LARGEST = 2**31 - 1
-OURS = {  # parameters that transformers' handlers do not get
-    *("seed", "logit_bias", "stop", "tool_choice", "frequency_penalty", "presence_penalty"),
-    *("n", "logprobs", "top_logprobs", "echo", "response_format", "text"),
-}
 TUNING = {"safety_identifier", "service_tier", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"}
 LOGPROBS = "`true` in chats, from 0 to 5 likely tokens in completions; see [below](#log-probabilities)"
+TOOLS = "functions, also [`strict`](#structured-output) ones; refused if the model's chat template does not use them"
+TOOL_CHOICE = '"auto", or "none", which leaves the tools out'
+STRUCTURED = "text, `json_object` or `json_schema`, see [below](#structured-output)"
 
 
 def done(about: str, **limits) -> Any:
+    """Returns the field of a parameter that transformers' handlers support."""
     return Field(None, description=about, **limits)
+
+
+def ours(about: str, **limits) -> Any:
+    """Returns the field of a parameter that transformers' handlers do not get."""
+    return Field(None, description=about, exclude=True, **limits)
 
 
 def _is_an_object(text: str) -> str:
@@ -91,6 +96,30 @@ class Tool(FlatTool):
     function: Function
 
 
+class Schema(Strict):
+    name: str | None = None
+    description: str | None = None
+    of_json: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class TextFormat(Schema):
+    """The format of an answer of `/v1/responses`, with its schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+
+
+class TextOptions(Strict):
+    format: TextFormat | None = None
+
+
+class ResponseFormat(Strict):
+    """The format of an answer of `/v1/chat/completions`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Schema | None = None
+
+
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Ids = Annotated[list[int], Field(min_length=1)]
@@ -106,7 +135,7 @@ class Parameters(Strict):
     model: str | None = done("as `/v1/models` names it, or left out")
     temperature: float | None = done("0, which is greedy, or from 1e-30 to 2, which samples", ge=0, le=2)
     top_p: float | None = done("from 0 to 1; one below 1 samples, unless the temperature is 0", ge=0, le=1)
-    seed: int | None = done("see [below](#what-a-seed-repeats)", ge=-(2**63), lt=2**64)
+    seed: int | None = ours("see [below](#what-a-seed-repeats)", ge=-(2**63), lt=2**64)
     stream: bool | None = done("server-sent events, a round at a time")
     stream_options: dict[str, bool] | None = done("the last chunk has the usage in any case")
     generation_config: Annotated[str, AfterValidator(_is_an_object)] | None = done(
@@ -126,47 +155,39 @@ class Parameters(Strict):
         return {name: value for name, value in body.items() if name not in {*cls.refused, *cls.no_effect}}
 
     def body(self) -> dict:
-        """Returns the request as transformers' handlers read it, without the parameters that they do not support."""
-        body = {"stream": False, **self.model_dump(exclude_unset=True, exclude_none=True)}
-        if body.get("tool_choice") == "none":
+        """Returns the request as transformers' handlers read it, as one for a stream with what they support."""
+        body = {**self.model_dump(exclude_unset=True, exclude_none=True), "stream": True}
+        if self.get("tool_choice") == "none":
             body.pop("tools", None)
         if "max_completion_tokens" in body:  # transformers 5.17 reads the other name alone
             body["max_tokens"] = body.pop("max_completion_tokens")
-        return {name: value for name, value in body.items() if name not in OURS and value != []}
+        return {name: value for name, value in body.items() if value != []}
+
+    def get(self, name: str, otherwise=None) -> Any:
+        """Returns the value of a parameter, where it has none or the address has no such parameter another one."""
+        value = getattr(self, name, None)
+        return otherwise if value is None else value
 
     def settings(self) -> dict:
         """Returns the fields of the generation config that transformers' handlers do not set."""
         settings = {}
-        if self.temperature != 0 and (self.temperature or (self.top_p is not None and self.top_p < 1)):
+        if self.temperature != 0 and (self.temperature or self.get("top_p", 1) < 1):
             settings["do_sample"] = True
-        if bias := getattr(self, "logit_bias", None):
+        if bias := self.get("logit_bias"):
             settings["sequence_bias"] = {(int(token),): float(value) for token, value in bias.items()}
         return settings
 
     def stops(self) -> list[str]:
         """Returns the strings before which the text ends."""
-        stop = getattr(self, "stop", None) or []
+        stop = self.get("stop", [])
         return [stop] if isinstance(stop, str) else stop
-
-    def penalties(self) -> list[float]:
-        """Returns the penalties for the frequency and the presence of a token in the answer."""
-        return [getattr(self, name, None) or 0.0 for name in ("frequency_penalty", "presence_penalty")]
-
-    def count(self) -> int:
-        """Returns the number of choices for each prompt."""
-        return getattr(self, "n", None) or 1
-
-    def echoes(self) -> bool:
-        """Returns whether a choice begins with the prompt."""
-        return bool(getattr(self, "echo", None))
 
     def likely(self) -> int | None:
         """Returns how many likely tokens to name beside each token, or `None` if no log-probabilities are wanted."""
-        return None
-
-    def edits(self) -> bool:
-        """Returns whether anything of the answer is not as transformers' handler gives it."""
-        return self.count() > 1 or self.echoes() or self.likely() is not None or bool(self.stops())
+        wanted = self.get("logprobs", False)
+        if isinstance(wanted, bool):  # of a chat
+            return self.get("top_logprobs", 0) if wanted else None
+        return wanted
 
     def prompts(self) -> list[str | list[int]]:
         """Returns the prompts, each a text or its tokens, of a request that is not a chat."""
@@ -174,13 +195,13 @@ class Parameters(Strict):
 
     def characters(self) -> int:
         """Returns the number of characters to tokenize, of the longest prompt if there are several."""
-        parts = [getattr(self, name, None) for name in ("messages", "input", "instructions")]
+        parts = [self.get(name) for name in ("messages", "input", "instructions")]
         return sum(map(_characters, parts)) + max(map(_characters, self.prompts()), default=0)
 
     def media(self) -> set[str]:
         """Returns the types of those parts of the messages that are not text."""
         kinds = set()
-        for item in getattr(self, "messages", None) or getattr(self, "input", None) or ():
+        for item in self.get("messages") or self.get("input", ()):
             if isinstance(item, Item) and isinstance(item.content, list):
                 kinds |= {part.type for part in item.content}
             elif isinstance(item, Item) and item.role is None and (item.type or "").startswith("input_"):
@@ -192,14 +213,14 @@ class Generation(Parameters):
     """Parameters of both addresses of completions."""
 
     max_tokens: int | None = done("at least 1; a text ends where the model's positions do", ge=1, le=LARGEST)
-    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = done(
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = ours(
         "a text, or up to 16, before which the answer ends; no empty one"
     )
-    n: int | None = done("from 1 to 8 choices, of which sampled ones differ", ge=1, le=8)
-    frequency_penalty: Penalty | None = done("from -2 to 2, for each time that the answer has a token")
-    presence_penalty: Penalty | None = done("from -2 to 2, for each token that the answer has")
+    n: int | None = ours("from 1 to 8 choices, of which sampled ones differ", ge=1, le=8)
+    frequency_penalty: Penalty | None = ours("from -2 to 2, for each time that the answer has a token")
+    presence_penalty: Penalty | None = ours("from -2 to 2, for each token that the answer has")
     logit_bias: dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]] | None = (
-        done("from -100 to 100, for the ids of tokens")
+        ours("from -100 to 100, for the ids of tokens")
     )
 
 
@@ -208,33 +229,25 @@ class ChatRequest(Generation):
 
     refused = {
         **dict.fromkeys("audio function_call functions moderation reasoning_effort verbosity".split()),
-        **{"parallel_tool_calls": True},
-        **{"store": False, "modalities": ["text"], "web_search_options": None},
+        **{"parallel_tool_calls": True, "store": False, "modalities": ["text"], "web_search_options": None},
     }
     no_effect = {"user", "metadata", "prediction", *TUNING}
     messages: list[Message] = Field(
         min_length=1, description="text; a model that reads images or sound gets its own parts"
     )
     max_completion_tokens: int | None = done("as `max_tokens`, and before it", ge=1, le=LARGEST)
-    tools: list[Tool] | None = done(
-        "functions, also [`strict`](#structured-output) ones; refused if the model's chat template does not use them"
-    )
-    tool_choice: Literal["auto", "none"] | None = done('"auto", or "none", which leaves the tools out')
-    response_format: ResponseFormat | None = done(
-        "text, `json_object` or `json_schema`, see [below](#structured-output)"
-    )
+    tools: list[Tool] | None = done(TOOLS)
+    tool_choice: Literal["auto", "none"] | None = ours(TOOL_CHOICE)
+    response_format: ResponseFormat | None = ours(STRUCTURED)
     chat_template_kwargs: dict[str, Any] | None = done("transformers' own: variables of the chat template")
-    logprobs: bool | None = done(LOGPROBS)
-    top_logprobs: int | None = done("from 0 to 20 likely tokens, with `logprobs`", ge=0, le=20)
+    logprobs: bool | None = ours(LOGPROBS)
+    top_logprobs: int | None = ours("from 0 to 20 likely tokens, with `logprobs`", ge=0, le=20)
 
     @model_validator(mode="after")
     def asks_for_logprobs(self):
         if self.top_logprobs and not self.logprobs:
             raise Refusal("`top_logprobs` needs `logprobs` to be true.", "top_logprobs")
         return self
-
-    def likely(self) -> int | None:
-        return self.top_logprobs or 0 if self.logprobs else None
 
 
 class CompletionRequest(Generation):
@@ -244,11 +257,8 @@ class CompletionRequest(Generation):
     prompt: str | Ids | Prompts = Field(
         description="a text or the ids of its tokens, or up to 2,048 of either, answered in turn as choices"
     )
-    echo: bool | None = done("the prompt stands before the text, with its log-probabilities if they are wanted")
-    logprobs: Annotated[int, Field(ge=0, le=5)] | None = done(LOGPROBS)
-
-    def likely(self) -> int | None:
-        return self.logprobs
+    echo: bool | None = ours("the prompt stands before the text, with its log-probabilities if they are wanted")
+    logprobs: Annotated[int, Field(ge=0, le=5)] | None = ours(LOGPROBS)
 
     def body(self) -> dict:
         return {**super().body(), "prompt": ""}
@@ -270,14 +280,10 @@ class ResponseRequest(Parameters):
     no_effect = {"user", "metadata", *TUNING}
     input: str | list[Item] = Field(min_length=1, description="a text, or messages as in chat completions")
     instructions: str | None = done("a system message in front")
-    text: TextOptions | None = done(
-        "its `format`: text, `json_object` or `json_schema`, see [below](#structured-output)"
-    )
+    text: TextOptions | None = ours(f"its `format`: {STRUCTURED}")
     max_output_tokens: int | None = done("as `max_tokens`", ge=1, le=LARGEST)
-    tools: list[FlatTool] | None = done(
-        "functions, also [`strict`](#structured-output) ones; refused if the model's chat template does not use them"
-    )
-    tool_choice: Literal["auto", "none"] | None = done('"auto", or "none", which leaves the tools out')
+    tools: list[FlatTool] | None = done(TOOLS)
+    tool_choice: Literal["auto", "none"] | None = ours(TOOL_CHOICE)
 
 
 class DecisionRequest(Parameters):
@@ -286,14 +292,12 @@ class DecisionRequest(Parameters):
     model_config = ConfigDict(strict=True, extra="allow")
 
     def body(self) -> dict:
-        return self.model_dump(exclude_unset=True)
+        return {name: value for name, value in self if name in self.model_fields_set}
 
 
-def _characters(value) -> int:
-    if value is None:
-        return 0
-    if isinstance(value, str):
-        return len(value)
+def _characters(value: str | list | Part | Item | None) -> int:
+    if isinstance(value, (str, NoneType)):
+        return len(value or "")
     if isinstance(value, list):
         return sum(map(_characters, value))
-    return len(value.text or "") if isinstance(value, Part) else _characters(getattr(value, "content", None))
+    return _characters(value.text if isinstance(value, Part) else getattr(value, "content", None))

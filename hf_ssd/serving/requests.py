@@ -3,9 +3,8 @@
 import asyncio
 import contextvars
 import json
-import logging
 import uuid
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Executor
 from typing import Any
 
@@ -15,13 +14,13 @@ from starlette.types import Receive, Scope, Send
 from transformers.cli.serving.utils import X_REQUEST_ID, BaseHandler
 
 from .calls import CALL, Call, CallRunner
-from .choices import Choices, ShownChoice, with_cached
+from .choices import Choices, ShownChoice, whole
 from .errors import Refusal, described, read
 from .limits import Limits, check_prompt
+from .parameters import DecisionRequest
 from .structured import grammar_for
 
 POLL = 0.1  # polling interval in seconds, to notice that a client has left or the server is to end
-logger = logging.getLogger(__name__)
 
 
 class Endpoint:
@@ -36,27 +35,17 @@ class Endpoint:
 
     async def _answer(self, request: Request, call: Call) -> Response:
         """Returns the response when it is complete or its stream begins."""
-        name = request.headers.get(X_REQUEST_ID) or str(uuid.uuid4())
-        body, prompts = await self._watching(request, self._read(await request.body(), call), call)
-        choices, answers = Choices(len(prompts), call.parameters.count()), []
-        for number, prompt in enumerate(prompts):
-            responses = await self._watching(request, self._handle(body, prompt, name, call), call)
-            response = responses[0]
-            if isinstance(response, StreamingResponse):
-                streams = [response.body_iterator for response in responses]
-                response.body_iterator = self._stream(streams, choices, body, prompts, name, call)
-                break
-            for index, response in enumerate(responses):
-                answers.append(with_cached(json.loads(response.body), call.cached))
-                if call.parameters.edits() or len(prompts) > 1:
-                    shown = ShownChoice(call, number, index, self.limits.token_names)
-                    answers[-1] = shown.whole(answers[-1])
-                    choices.number(answers[-1], number, index)
-        if len(answers) > 1:
-            answers[-1]["choices"] = [choice for answer in answers for choice in answer["choices"]]
-        if answers:
-            response = JSONResponse(answers[-1])
-        response.headers[X_REQUEST_ID] = name
+        call.name = request.headers.get(X_REQUEST_ID) or str(uuid.uuid4())
+        await self._watching(request, self._in_thread(self._read, await request.body(), call), call)
+        responses = await self._watching(request, self._handle(0, call), call)
+        response = responses[0]
+        if isinstance(response, StreamingResponse):
+            events = self._events(responses, call)
+            if call.parameters.stream:
+                response = StreamingResponse(in_lines(events), media_type="text/event-stream")
+            else:
+                response = JSONResponse(await self._watching(request, joined(events, call), call))
+        response.headers[X_REQUEST_ID] = call.name
         return response
 
     async def _watching(self, request: Request, coroutine: Coroutine, call: Call) -> Any:
@@ -71,11 +60,13 @@ class Endpoint:
             task.cancel()  # does nothing to a task that is done
         return task.result()
 
-    async def _read(self, body: bytes, call: Call) -> tuple[dict, list[list[int] | None]]:
-        """Returns a request for transformers' handler, and the tokens of its prompts, or `[None]` for a chat."""
-        return await asyncio.get_running_loop().run_in_executor(self.preparing, self._read_now, body, call)
+    async def _in_thread(self, function: Callable, *args) -> Any:
+        """Returns the result of a function in the thread that prepares."""
+        run = contextvars.copy_context().run
+        return await asyncio.get_running_loop().run_in_executor(self.preparing, run, function, *args)
 
-    def _read_now(self, body: bytes, call: Call) -> tuple[dict, list[list[int] | None]]:
+    def _read(self, body: bytes, call: Call) -> None:
+        """Reads and checks a request, and tokenizes its prompts if it is not a chat."""
         call.parameters = request = read(self.kind, body)
         self.limits.check(request)
         call.grammar = grammar_for(request, self.limits.model, self.limits.tokenizer)
@@ -86,60 +77,60 @@ class Endpoint:
                 check_prompt(self.limits.model, tokens)
         if request.likely() is not None:
             self.limits.token_names.spelled  # noqa: B018  may take seconds the first time
-        return {**request.body(), "model": self.limits.names[0]}, prompts or [None]
+        call.body, call.prompts = {**request.body(), "model": self.limits.names[0]}, prompts or [None]
 
-    async def _handle(self, body: dict, prompt: list[int] | None, name: str, call: Call) -> list[Response]:
-        """Returns the responses of transformers' handler for the choices of one prompt."""
-        call.begin(prompt)
-        begun = []
+    async def _handle(self, number: int, call: Call) -> list[Response]:
+        """Returns the responses of transformers' handler for the choices of one prompt, which are streams."""
+        call.begin(number)
         try:
-            for _ in range(call.parameters.count()):
-                begun.append(await begun_in(self.preparing, self._choice(body, name, call)))
-            results = await asyncio.gather(*begun, return_exceptions=True)
-            for error in filter(lambda result: isinstance(result, Exception), results):
-                raise error
-            return results
-        finally:
-            for task in begun:
-                task.cancel()  # does nothing to a task that is done
-
-    async def _choice(self, body: dict, name: str, call: Call) -> Response:
-        try:
-            return await self.handler.handle_request(dict(body), name)
+            if self.kind is DecisionRequest:  # waits for the model
+                return [await self.handler.handle_request(call.body, call.name)]
+            return [
+                await self._in_thread(asyncio.run, self.handler.handle_request(dict(call.body), call.name))
+                for _ in range(call.parameters.get("n", 1))
+            ]
         except Exception as error:
             if isinstance(error, (KeyError, IndexError, AttributeError)) and not call.is_prepared:
                 raise Refusal(f"The request cannot be read: {error!r}.") from error
             raise call.blamed(error) from error
 
-    async def _stream(
-        self, streams: list[AsyncIterator], choices: Choices, body: dict, prompts: list, name: str, call: Call
-    ) -> AsyncIterator[str]:
+    async def _events(self, responses: list[StreamingResponse], call: Call) -> AsyncIterator[list[dict]]:
         """
-        Yields the chunks of the streams that have begun, and then those of the other prompts, as clients get them.
-        transformers' text of an error becomes OpenAI's error object.
+        Yields the events of the responses, which are those of the first prompt, and then those of the other prompts, as
+        clients get them. transformers' text of an error becomes OpenAI's error object.
         """
-        for number, prompt in enumerate(prompts):
+        choices = Choices(len(call.prompts), call.parameters.get("n", 1))
+        for number in range(len(call.prompts)):
             if number:
-                responses = await self._handle(body, prompt, name, call)
-                streams = [response.body_iterator for response in responses]
-            shown = [ShownChoice(call, number, index, self.limits.token_names) for index in range(len(streams))]
-            async for index, chunk in merged(streams):
-                is_error = call.error is not None
-                if is_error:
-                    status, error = described(call.blamed(call.error))
-                    if status == 500:
-                        logger.error("A call failed.", exc_info=call.error)
-                    chunk = chunk.replace(f'{{"error": "{call.error}"}}\n\n', f"{json.dumps(error)}\n\n")
+                responses = await self._handle(number, call)
+            shown = [ShownChoice(call, number, index, self.limits.token_names) for index in range(len(responses))]
+            async for index, chunk in merged([response.body_iterator for response in responses]):
+                if call.error is not None:
+                    error = json.dumps(described(call.blamed(call.error))[1])
+                    chunk = chunk.replace(f'{{"error": "{call.error}"}}', error)
                 events = []
                 for line in filter(None, chunk.split("\n\n")):
-                    event = with_cached(json.loads(line.removeprefix("data: ")), call.cached)
-                    choices.number(event, number, index)
-                    events += [f"data: {json.dumps(one)}\n\n" for one in shown[index].events(event)]
-                yield "".join(events)
-                if is_error and "error" in event:  # the other choices have the same
+                    event = json.loads(line.removeprefix("data: "))
+                    choices.number(event, number, index, call.cached)
+                    events += shown[index].events(event)
+                yield events
+                if any("error" in event for event in events):  # the other choices have the same
                     return
             if call.error is not None:
                 return
+
+
+async def in_lines(events: AsyncIterator[list[dict]]) -> AsyncIterator[str]:
+    async for found in events:
+        yield "".join(f"data: {json.dumps(event)}\n\n" for event in found)
+
+
+async def joined(events: AsyncIterator[list[dict]], call: Call) -> dict:
+    """Returns the answer that the events of a stream make, or raises the error that has ended them."""
+    found = [event async for some in events for event in some]
+    if call.error is not None:
+        raise call.blamed(call.error)
+    return whole(found)
 
 
 async def merged(streams: list[AsyncIterator]) -> AsyncIterator[tuple[int, str]]:
@@ -160,25 +151,3 @@ async def merged(streams: list[AsyncIterator]) -> AsyncIterator[tuple[int, str]]
     finally:
         for task in tasks:
             task.cancel()
-
-
-async def begun_in(thread: Executor, coroutine: Coroutine) -> asyncio.Future:
-    """
-    Runs a coroutine in another thread until it first waits, and then in the event loop. Returns its future once it
-    waits. Raises what it raises until then.
-    """
-    results = []
-
-    def begin() -> None:
-        try:
-            coroutine.send(None)
-        except StopIteration as end:
-            results.append(end.value)
-
-    loop = asyncio.get_running_loop()
-    await loop.run_in_executor(thread, contextvars.copy_context().run, begin)
-    if not results:
-        return asyncio.create_task(coroutine)
-    future = loop.create_future()
-    future.set_result(results[0])
-    return future

@@ -1,15 +1,18 @@
 """The rows that a call generates: their texts, where these reach a stop string, and the choices that they are for."""
 
 import asyncio
+import itertools
+from collections.abc import Iterable, Iterator
 
 import torch
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 from transformers import StoppingCriteria
-from transformers.cli.serving.utils import DirectStreamer, _StreamError, response_events_to_chunks
+from transformers.cli.serving.utils import ToolCall, _GenerationCancelled, _StreamError, response_events_to_chunks
 from transformers.generation.streamers import BaseStreamer
 
 from .logprobs import Entry, entries
+from .parameters import Parameters
 from .stops import Cut
 
 
@@ -92,34 +95,78 @@ def held_back(tokenizer: Tokenizer, tokens: list[int], skips_special: bool) -> s
 
 
 class Choice(BaseStreamer):
-    """A choice of an answer. Streams the tokens of its row to a client, or collects them."""
+    """
+    A choice of an answer. Gives transformers' handler the texts and tool calls of its row, cut before a stop string: as
+    they come if the answer is streamed, and else at the end.
+    """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, tokenizer: Tokenizer, is_streamed: bool, parser=None):
-        self.loop, self.tokens, self.queue = loop, [], asyncio.Queue()
-        self.marks: list[int] = []  # for each item in the queue, the number of tokens that it and those before it show
-        self.tokenizer, self.parser = tokenizer, parser
-        self.streamer = DirectStreamer(tokenizer, self, self.queue, parser) if is_streamed else None
+    def __init__(self, loop: asyncio.AbstractEventLoop, tokenizer: Tokenizer, parameters: Parameters, parser=None):
+        self.loop, self.tokenizer, self.parser, self.queue = loop, tokenizer, parser, asyncio.Queue()
+        self.is_streamed, self.cut, self.kind = parameters.stream, Cut(parameters.stops()), str
+        self.decoder, self.tokens = DecodeStream([], skip_special_tokens=parser is None), []
+        self.items = [] if parser is None else response_events_to_chunks(parser.initial_events)  # that are not sent
+        self.marks: list[int | None] = []  # for each item that was sent, the tokens that it and those before it show
+        self.is_over = False
 
-    def call_soon_threadsafe(self, put, item) -> None:
-        """As that of the event loop, for the streamer."""
-        self.marks.append(len(self.tokens))
-        self.loop.call_soon_threadsafe(put, item)
+    @property
+    def total_tokens(self) -> int:
+        """Read by the handler."""
+        return len(self.tokens)
+
+    def cancel(self) -> None:
+        """Called by the handler if the client leaves, which [`CountingStreamer`] sees."""
 
     def put(self, value: torch.LongTensor) -> None:
-        for part in [value] if value.dim() > 1 else value.split(1):
-            self.tokens += part.tolist() if value.dim() == 1 else []
-            if self.streamer is not None:
-                self.streamer.put(part)
+        for token in value.tolist() if value.dim() == 1 else ():  # the prompt has two dimensions
+            self.tokens.append(token)
+            self._read(self.decoder.step(self.tokenizer, token) or "")
+            if self.is_streamed:
+                self._send(self._cut())
 
     def end(self) -> None:
-        if self.streamer is None:
-            return
-        held = held_back(self.tokenizer, self.tokens, self.parser is None)
-        items = [held] if self.parser is None else response_events_to_chunks(self.parser.feed(held))
-        for item in items if held else ():
-            self.call_soon_threadsafe(self.queue.put_nowait, item)
-        self.streamer.end()
+        self.is_over = True
+        self._read(held_back(self.tokenizer, self.tokens, self.parser is None))
+        if self.parser is not None:
+            self.items += response_events_to_chunks(self.parser.finalize())
+        items = self._cut()
+        if not self.is_streamed:
+            items = joined_texts(items, self.parser is not None and not self.parser.is_raw)
+        self._send(items)
+        self.loop.call_soon_threadsafe(self.queue.put_nowait, None)
 
-    def fail(self, error: _StreamError | None) -> None:
-        """Ends a stream that has failed, without an error if its client has left."""
-        self.loop.call_soon_threadsafe(self.queue.put_nowait, error)
+    def fail(self, error: Exception) -> None:
+        """Ends an answer that has failed, in a stream with the error unless its client has left."""
+        is_told = self.is_streamed and not isinstance(error, _GenerationCancelled)
+        self.loop.call_soon_threadsafe(self.queue.put_nowait, _StreamError(str(error)) if is_told else None)
+
+    def _read(self, text: str) -> None:
+        if text:
+            self.items += [text] if self.parser is None else response_events_to_chunks(self.parser.feed(text))
+
+    def _cut(self) -> Iterator[str | ToolCall]:
+        """Yields the new items before a stop string, which does not span two fields."""
+        for item in self.items:
+            if type(item) is not self.kind:
+                yield self.kind(self.cut.release())
+            if isinstance(item, str):
+                self.kind = type(item)
+                item = self.kind(self.cut.add(item))
+            yield item
+        self.items = []
+        if self.is_over:
+            yield self.kind(self.cut.release())
+
+    def _send(self, items: Iterable[str | ToolCall]) -> None:
+        for item in filter(None, items):
+            self.marks.append(None if self.is_over else len(self.tokens))
+            self.loop.call_soon_threadsafe(self.queue.put_nowait, item)
+
+
+def joined_texts(items: list[str | ToolCall], is_stripped: bool) -> Iterator[str | ToolCall]:
+    """Yields tool calls, and the texts between them, which transformers strips where an answer is not streamed."""
+    for kind, group in itertools.groupby(items, type):
+        if issubclass(kind, str):
+            text = "".join(group)
+            yield kind(text.strip() if is_stripped else text)
+        else:
+            yield from group

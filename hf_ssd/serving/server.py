@@ -23,7 +23,6 @@ from transformers.utils import logging
 
 import hf_ssd
 
-from .answers import lenient
 from .calls import END_TIMEOUT, Call, CallRunner, CountingStreamer
 from .errors import OF_THE_CLIENT, read, refuse
 from .gate import Gate
@@ -73,7 +72,6 @@ class Server(Serve):
         calls = CallRunner(metrics.totals, max_tokens, batch)
         self._generation_state.get_manager = lambda *args, **kwargs: calls
         limits, preparing = Limits(model, processor, names), ThreadPoolExecutor(1, "hf_ssd prepares")
-        reader = lenient(processor)
         app = application(names, assistant, metrics, Live(model, processor, calls), calls)
         for path, handler, kind in [
             ("/v1/chat/completions", self._chat_handler, ChatRequest),
@@ -82,7 +80,7 @@ class Server(Serve):
             ("/v1/systemone", getattr(self, "_systemone_handler", None), DecisionRequest),  # only in newer versions
         ]:
             if handler is not None:
-                handler._resolve_model = lambda body: (names[0], model, reader)
+                handler._resolve_model = lambda body: (names[0], model, processor)
                 app.add_route(path, Endpoint(handler, kind, limits, calls, preparing), ["POST"])
         for kind in (*OF_THE_CLIENT, Exception):
             app.add_exception_handler(kind, refuse)

@@ -2,40 +2,12 @@
 
 import json
 import re
-from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
 from transformers.cli.serving.utils import get_response_template
 
 from ..grammar import DEFAULTS, Grammar
 from .errors import Refusal
-
-
-class Schema(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-    name: str | None = None
-    description: str | None = None
-    of_json: dict[str, Any] | None = Field(None, alias="schema")
-    strict: bool | None = None
-
-
-class TextFormat(Schema):
-    """The format of an answer of `/v1/responses`, with its schema."""
-
-    type: Literal["text", "json_object", "json_schema"]
-
-
-class TextOptions(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-    format: TextFormat | None = None
-
-
-class ResponseFormat(BaseModel):
-    """The format of an answer of `/v1/chat/completions`."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: Schema | None = None
+from .parameters import Parameters, ResponseFormat, TextFormat
 
 
 def _schema(format: TextFormat | ResponseFormat | None) -> dict | None:
@@ -50,7 +22,7 @@ def _schema(format: TextFormat | ResponseFormat | None) -> dict | None:
     return schema.of_json
 
 
-def grammar_for(request, model, tokenizer) -> Grammar | None:
+def grammar_for(request: Parameters, model, tokenizer) -> Grammar | None:
     """Returns the processor of a request, if its answer is to be structured. Raises [`Refusal`] if it cannot be."""
     fields = type(request).model_fields  # `/v1/systemone` takes any others
     if "tools" not in fields:

@@ -1,12 +1,16 @@
 """A text of the server ends before its stop string, as OpenAI's does, whole and streamed."""
 
+from types import SimpleNamespace
+
 import openai
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_ssd.serving.rows import Row, StopCriteria
-from hf_ssd.serving.stops import Cut, StreamCut, cut_answer
+from hf_ssd.serving.parameters import ChatRequest
+from hf_ssd.serving.rows import Choice, Row, StopCriteria
+from hf_ssd.serving.stops import Cut
 
 from ..helpers import vocabularies
 from ..helpers.servers import PROMPT
@@ -82,40 +86,48 @@ def test_a_stop_string_that_begins_in_the_prompt_ends_nothing(server, texts):
 STOPS = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3)
 
 
-def as_events(pieces: list[str], field: str) -> list[dict]:
-    """Returns the events of a stream."""
-    choices = [{field: piece} if field == "text" else {"delta": {field: piece}} for piece in pieces]
-    return [{"choices": [choice]} for choice in [*choices, {"delta": {}, "finish_reason": "length"}]]
+def sent(pieces: list[tuple[str, str]], stops: list[str], is_streamed: bool) -> list[tuple[str, str]]:
+    """Returns what a choice whose tokens are these texts of fields gives a handler, each after the name of its type."""
+
+    def read(text: str) -> list[dict]:
+        return [{"type": "region_chunk", "field": field, "text": text, "dirty": False} for field, text in [now[0]]]
+
+    def step(_, token: int) -> str:
+        now[:] = [pieces[token]]
+        return pieces[token][1]
+
+    now: list[tuple[str, str]] = []
+    loop = SimpleNamespace(call_soon_threadsafe=lambda put, item: put(item))
+    parser = SimpleNamespace(initial_events=[], feed=read, finalize=list, is_raw=False)
+    message = {"role": "user", "content": ""}
+    asked = ChatRequest.model_validate({"messages": [message], "stop": stops, "stream": is_streamed})
+    choice = Choice(loop, SimpleNamespace(decode=lambda *_, **__: ""), asked, parser)
+    choice.decoder = SimpleNamespace(step=step)
+    for token in range(len(pieces)):
+        choice.put(torch.tensor([token]))
+    choice.end()
+    items = [choice.queue.get_nowait() for _ in range(choice.queue.qsize())]
+    assert items.pop() is None and len(choice.marks) == len(items)
+    return [(type(item).__name__, item) for item in items]
 
 
 @settings(max_examples=200)
-@given(st.lists(st.text("abc", min_size=1, max_size=3), max_size=8), STOPS, st.sampled_from(["text", "content"]))
-def test_streamed_and_whole_answers_agree_however_the_text_is_cut_into_tokens(pieces, stops, field):
-    texts = ["".join(pieces[: i + 1]) for i in range(len(pieces))]
-    ended = next((text for text in texts if any(stop in text for stop in stops)), None)
-    text = texts[-1] if ended is None and texts else ended or ""
+@given(st.lists(st.text("abc", min_size=1, max_size=3), max_size=8), STOPS)
+def test_streamed_and_whole_answers_agree_however_the_text_is_cut_into_tokens(pieces, stops):
+    text = "".join(pieces)
     expected = text[: min([text.index(stop) for stop in stops if stop in text], default=len(text))]
-    cut, sent = StreamCut(stops), ""
-    for event in as_events(pieces[: len(pieces) if ended is None else 1 + texts.index(ended)], field):
-        for choice in [one["choices"][0] for one in cut.events(event)]:
-            sent += choice.get("delta", choice).get(field, "")
-            assert text.startswith(sent) and not any(stop in sent for stop in stops)
-    assert sent == expected and choice["finish_reason"] == ("length" if ended is None else "stop")
-    whole = {"choices": [{"message": {"content": text}, "finish_reason": "length"}]}
-    assert cut_answer(whole, stops)["choices"][0]["message"]["content"] == expected
+    streamed = [piece for _, piece in sent([("content", piece) for piece in pieces], stops, True)]
+    whole = [piece for _, piece in sent([("content", piece) for piece in pieces], stops, False)]
+    assert "".join(streamed) == expected and whole == [expected] * bool(expected)
 
 
-def test_reasoning_ends_before_a_stop_string_and_is_sent_before_the_content():
-    def sent(stops: list[str]) -> list[tuple[str, str]]:
-        cut, fields = StreamCut(stops), []
-        for event in [*as_events(["think", "a"], "reasoning_content")[:-1], *as_events(["b", "c"], "content")]:
-            for one in cut.events(event):
-                fields += one["choices"][0]["delta"].items()
-        return fields
-
-    fields = ["reasoning_content"] * 2 + ["content"] * 2
-    assert sent(["ab"]) == list(zip(fields, ["think", "a", "b", "c"]))
-    assert sent(["nka"]) == [("reasoning_content", "thi")]
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
+def test_reasoning_ends_before_a_stop_string_and_is_sent_before_the_content(is_streamed):
+    pieces = [("reasoning_content", "think"), ("reasoning_content", "a"), ("content", "b"), ("content", "c")]
+    found = sent(pieces, ["ab"], is_streamed)
+    expected = [("ReasoningText", "think"), ("ReasoningText", "a"), ("str", "b"), ("str", "c")]
+    assert found == (expected if is_streamed else [("ReasoningText", "thinka"), ("str", "bc")])
+    assert sent(pieces, ["nka"], is_streamed) == [("ReasoningText", "thi")]
 
 
 @pytest.mark.parametrize("kind", vocabularies.KINDS)
