@@ -90,6 +90,26 @@ class Client:
         """Returns the status and the JSON of an answer to the usual request, with other parameters."""
         return self.post(path, json.dumps({**REQUESTS[path], **changes}).encode())
 
+    def refusal(self, path: str, **changes) -> str:
+        """Returns the sentence of a request that is refused in OpenAI's form, whole and streamed, before any work."""
+        sentences, before = set(), self.figures()
+        for stream in (False, True):
+            status, answer = self.request(path, **{"stream": stream, **changes})
+            assert status == 400, answer
+            sentences.add(self.sentence(status, answer))
+        assert self.figures()["tokens_total"] == before["tokens_total"]
+        (sentence,) = sentences
+        return sentence
+
+    @staticmethod
+    def sentence(status: int, answer: dict) -> str:
+        """Returns the sentence of an error, which has OpenAI's form."""
+        error = answer["error"]
+        assert answer.keys() == {"error"} and error.keys() == {"message", "type", "param", "code"}
+        assert error["type"] == ("server_error" if status >= 500 else "invalid_request_error")
+        assert isinstance(error["message"], str) and error["message"]
+        return error["message"]
+
 
 class ServerProcess(Client):
     """`hf-ssd serve` in a process of its own, with what a client of it needs."""

@@ -10,7 +10,6 @@ import torch
 from hf_ssd.serving import calls, limits, logprobs
 
 from ..helpers.servers import CHAT, COMPLETIONS, PROMPT, within
-from .test_requests import refusal
 
 COUNT = 40
 SPECIAL = ("<pad>", "<s>")  # are not shown
@@ -196,7 +195,7 @@ def test_sampled_choices_stream_beside_each_other_and_end_at_their_own_stop_stri
 
 def test_choices_that_do_not_fit_into_memory_are_refused(server, monkeypatch):
     monkeypatch.setattr(limits, "free_memory", lambda device: 100_000)
-    sentence = refusal(server, COMPLETIONS, n=8, temperature=1.0, max_tokens=1000)
+    sentence = server.refusal(COMPLETIONS, n=8, temperature=1.0, max_tokens=1000)
     assert "8 choices of 1004 tokens need" in sentence and "`n`" in sentence
     assert server.complete(PROMPT, 3, temperature=1.0, seed=1).usage.completion_tokens == 3
 
@@ -237,13 +236,13 @@ def test_the_prompt_stands_before_the_text(server, names, speculates, is_streame
     ],
 )
 def test_what_is_beyond_the_limits_is_refused_with_one_sentence(server, path, request_, sentence):
-    assert refusal(server, path, **request_) == sentence
+    assert server.refusal(path, **request_) == sentence
 
 
 def test_several_choices_are_refused_once(server):
     before = server.figures()["refused"]
     settings = json.dumps({"max_new_tokens": 2, "suppress_tokens": [97]})
-    assert "names token 97" in refusal(server, COMPLETIONS, n=4, generation_config=settings)
+    assert "names token 97" in server.refusal(COMPLETIONS, n=4, generation_config=settings)
     assert server.figures()["refused"] == before + 2, "whole and streamed"
 
 

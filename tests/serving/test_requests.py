@@ -22,24 +22,12 @@ def server(tiny_server):
     return tiny_server
 
 
-def refusal(server, path: str, **changes) -> str:
-    """Returns the sentence of a request that is refused, whole and streamed, before any work."""
-    sentences, before = set(), server.figures()
-    for stream in (False, True):
-        status, answer = server.request(path, **changes, stream=stream)
-        assert status == 400 and answer["error"]["type"] == "invalid_request_error", answer
-        sentences.add(answer["error"]["message"])
-    assert server.figures()["tokens_total"] == before["tokens_total"]
-    (sentence,) = sentences
-    return sentence
-
-
 # ---------------------------------------------------------------- values that nothing can be computed with
 
 
 def test_a_temperature_that_float32_does_not_hold_is_refused_and_the_least_one_is_greedy(server):
     for path, temperature in zip(REQUESTS, (1e-300, 5e-324, 1e-31)):
-        sentence = refusal(server, path, temperature=temperature)
+        sentence = server.refusal(path, temperature=temperature)
         assert sentence == f"`temperature` is {temperature}: use 0, or a number of a size from 1e-30 to 1e+30."
     texts = {server.complete(PROMPT, 12, temperature=temperature).choices[0].text for temperature in (0, 1e-30, 1e-9)}
     assert len(texts) == 1
@@ -58,7 +46,7 @@ def test_a_temperature_that_float32_does_not_hold_is_refused_and_the_least_one_i
     ],
 )
 def test_a_token_outside_of_the_vocabulary_is_refused_in_any_field(server, setting, value):
-    sentence = refusal(server, COMPLETIONS, generation_config=json.dumps({"max_new_tokens": 2, setting: value}))
+    sentence = server.refusal(COMPLETIONS, generation_config=json.dumps({"max_new_tokens": 2, setting: value}))
     assert re.fullmatch(rf"`{setting}` names token -?[0-9]+; the model has {VOCABULARY}\.", sentence)
 
 
@@ -156,7 +144,7 @@ def test_several_prompts_stream_one_after_the_other(server):
     ids=lambda value: "" if isinstance(value, list) else value,
 )
 def test_one_wrong_prompt_of_several_is_refused_before_work(server, prompt, sentence):
-    assert sentence in refusal(server, COMPLETIONS, prompt=prompt)
+    assert sentence in server.refusal(COMPLETIONS, prompt=prompt)
 
 
 def test_a_client_that_leaves_several_prompts_ends_them_all(server):
@@ -201,7 +189,7 @@ def test_an_empty_list_in_a_message_does_not_lose_its_text(server, empty):
 @pytest.mark.parametrize("path", [CHAT, RESPONSES])
 def test_tools_that_the_template_does_not_use_are_refused(server, path):
     tool = {"type": "function", "name": "f", "function": {"name": "f"}}
-    assert "does not use `tools`" in refusal(server, path, tools=[tool])
+    assert "does not use `tools`" in server.refusal(path, tools=[tool])
     for harmless in ({"tools": []}, {"tools": None}, {"tools": [tool], "tool_choice": "none"}):
         status, answer = server.request(path, **harmless)
         assert status == 200, answer
