@@ -13,7 +13,7 @@ from . import masks
 from .attached import attached_to
 from .attention import GROUPED, use_grouped_heads
 from .cache_name import cache_argument
-from .compiled import uncompiled
+from .compiled import is_compiled, uncompiled
 from .hidden_states import HiddenStates
 from .packed import packed_forwards
 from .ragged import RaggedCache
@@ -53,7 +53,8 @@ class CachedModel:
         is_sdpa = model.config.get_text_config(decoder=True)._attn_implementation == "sdpa"
         self.has_grouped_heads = self.view.config.get_text_config(decoder=True)._attn_implementation == GROUPED
         self.needs_no_mask_for_one = self.valid is None and self.layout.window is None and is_sdpa
-        self.first_positions, self.keeps_rows = first_positions, None
+        self.first_positions = first_positions if any(first_positions or ()) else None
+        self.keeps_rows: bool | None = None
         self.column_limit = column_limit
         # As in plain generation, each new token has the type of the prompt's last token.
         self.token_types = None if token_type_ids is None else token_type_ids[:, -1:].to(self.device)
@@ -61,6 +62,7 @@ class CachedModel:
         self.preparations = 0  # how often a pass was compiled or captured
         self.takes_logits_to_keep = model._supports_logits_to_keep()  # which takes time in each pass
         self.cache_argument = cache_argument(model)
+        self.is_compiled = is_compiled(model)
 
     def close(self) -> None:
         """Ends the use of the cache, so that the next call can use its storage."""
@@ -111,13 +113,15 @@ class CachedModel:
             logits = self.extend(torch.cat([tokens, tokens[:, -missing:]], dim=1), lengths, logits_to_keep)
             self.features = None if self.features is None else self.features[:, :-missing]
             return logits[:, :-missing] if logits_to_keep is None else logits
-        tokens, lengths, mask = self.computed(tokens), self.computed(lengths), None
-        count, is_prefill = tokens.shape[1], self.valid is None and not (lengths[0] or self.cache.storage)
+        valid, mask = self.valid, None
+        if self.cache.rows is not None:
+            tokens, lengths, valid = map(self.computed, (tokens, lengths, valid))
+        count, is_prefill = tokens.shape[1], valid is None and not (lengths[0] or self.cache.storage)
         places, width = self._place(lengths, torch.arange(count))
         sees_all = count == 1 and self.cache.placement is None and self.needs_no_mask_for_one
         # Without a mask no column is hidden, and the attention function is causal by itself.
         if not (self.reads_2d_masks or is_prefill or sees_all):
-            allowed = masks.visible_up_to(places[0], width, self.computed(self.valid))
+            allowed = masks.visible_up_to(places[0], width, valid)
             mask = self.mask(allowed, places[0], torch.arange(width, device=self.device))
         return self.forward(tokens, places, mask, logits_to_keep)
 
@@ -255,6 +259,8 @@ class CachedModel:
         return self.takes_logits_to_keep
 
     def _call(self, inputs: dict):
+        if not self.is_compiled:
+            return self.view(**inputs)
         with uncompiled(self.model):
             return self.view(**inputs)
 

@@ -19,7 +19,6 @@ from transformers.utils import logging
 
 from ..devices import from_host
 from .cached_model import CachedModel, is_mamba
-from .compiled import is_compiled
 from .graphs import are_wanted, power_of_two
 from .recurrent_cache import RecurrentCache
 from .row_store import RowStore
@@ -57,7 +56,7 @@ class RecurrentModel(CachedModel):
         **options,
     ):
         super().__init__(model, cache, **options)
-        if is_compiled(model) or are_wanted(model, cuda_graphs):  # there is no static storage for states
+        if self.is_compiled or are_wanted(model, cuda_graphs):  # there is no static storage for states
             name = type(model).__name__
             logger.warning_once(f"{name} has recurrent layers, so its steps run uncompiled and uncaptured.")
         self.of_mamba = {
