@@ -70,9 +70,8 @@ AttentionMaskInterface.register(GROUPED, sdpa_mask)
 
 def use_grouped_heads(model: PreTrainedModel, configs: list[PreTrainedConfig]) -> None:
     """Lets a view of a model, whose configs these are, use [`grouped_attention`] in the layers that use `sdpa`."""
-    configs = [config for config in configs if getattr(config, "_attn_implementation", None) == "sdpa"]
     # Sparse attention applies its indexer's choice only under the name `sdpa`; three tokens do not show that.
-    if not configs or attention_layout(model).indexed:
+    if model.config.get_text_config(decoder=True)._attn_implementation != "sdpa" or attention_layout(model).indexed:
         return
     # Hooks may be made for the rows of a call, so a model that has hooks is tried when they are gone.
     if model not in _obeys and not attached_to(model).may_depend_on_rows:
@@ -83,7 +82,8 @@ def use_grouped_heads(model: PreTrainedModel, configs: list[PreTrainedConfig]) -
 
 def _name(configs: list[PreTrainedConfig]) -> None:
     for config in configs:
-        config._attn_implementation = {"": GROUPED}  # a string would be set in its sub-configs too
+        if getattr(config, "_attn_implementation", None) == "sdpa":
+            config._attn_implementation = {"": GROUPED}  # a string would be set in its sub-configs too
 
 
 @torch.inference_mode()
@@ -98,7 +98,7 @@ def _is_obeyed_by(model: PreTrainedModel) -> bool:
         "use_cache": False,
     }
     (theirs, _), (ours, configs) = view_of(model), view_of(model)
-    _name([config for config in configs if getattr(config, "_attn_implementation", None) == "sdpa"])
+    _name(configs)
     _of_thread.has_folded = False
     with uncompiled(model):
         expected = result_of(theirs(**inputs))

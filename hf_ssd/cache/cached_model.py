@@ -58,7 +58,8 @@ class CachedModel:
         self.column_limit = column_limit
         # As in plain generation, each new token has the type of the prompt's last token.
         self.token_types = None if token_type_ids is None else token_type_ids[:, -1:].to(self.device)
-        self.takes_lengths = self.reads_2d_masks and _takes_other_arguments(model)
+        arguments = inspect.signature(model.forward).parameters.values()  # further ones are passed on to its attention
+        self.takes_lengths = self.reads_2d_masks and any(one.kind == one.VAR_KEYWORD for one in arguments)
         self.preparations = 0  # how often a pass was compiled or captured
         self.takes_logits_to_keep = model._supports_logits_to_keep()  # which takes time in each pass
         self.cache_argument = cache_argument(model)
@@ -293,8 +294,3 @@ def view_for_passes(
 def is_mamba(module: nn.Module) -> bool:
     """Whether a module is a Mamba-2 layer, whose settings passes of recurrent models change."""
     return "time_step_limit" in vars(module) and "chunk_size" in vars(module)
-
-
-def _takes_other_arguments(model: PreTrainedModel) -> bool:
-    """Whether the model takes any further arguments, which it passes on to its attention."""
-    return any(p.kind == p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())

@@ -18,7 +18,7 @@ from .recurrent import RecurrentModel
 from .recurrent_cache import ragged_copy
 from .recurrent_draft import RecurrentBranches, RecurrentDraft
 from .row_store import RowStore
-from .support import is_flash_attention, result_of
+from .support import attention_layout, empty_cache, is_flash_attention, result_of
 
 TOKENS = (7, 11, 13, 17, 19, 23, 29, 31)  # of the text; tokens after these are the same in another order
 PROMPT = 6  # how many tokens of the text are the prompt
@@ -62,6 +62,25 @@ def texts_for(model: PreTrainedModel, drafted: int, rows: int | None) -> Texts:
     return Texts(tokens, [PROMPT] * rows if rows else [PROMPT, far], far, rows or 1)
 
 
+def read(model: PreTrainedModel, texts: Texts, drafts: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
+    """
+    Returns logits `(compared, tokens, vocab_size)` of the texts alone, of the last tokens of the prompts beside other
+    rows, and of the tokens after the prompts among others; and whether matrices were multiplied in low precision.
+    """
+    is_recurrent = attention_layout(model).recurrent
+    if drafts:
+        alone = logits_alone(model, texts, FIRST if is_recurrent else PROMPT)
+    else:
+        prompts = texts._replace(tokens=texts.tokens[:, :PROMPT])
+        alone = torch.cat([logits_alone(model, prompts), logits_of_plain_generation(model, texts)], dim=1)
+    among_others = logits_beside_others
+    if is_recurrent or is_flash_attention(model):
+        among_others = logits_of_branches if is_recurrent and drafts else logits_after_rejection
+    with LowPrecision() as low_precision:
+        beside, masked = (logits[: texts.compared] for logits in among_others(model, texts))
+    return alone, beside, masked, low_precision.is_used
+
+
 class LowPrecision(TorchDispatchMode):
     """Sees whether matrices are multiplied in a precision below float32."""
 
@@ -83,7 +102,7 @@ def logits_of_plain_generation(model: PreTrainedModel, texts: Texts) -> torch.Te
     Returns logits `(compared, drafted, vocab_size)` as plain generation reads the tokens after the prompts: one by one,
     with inputs that the model's own methods prepare.
     """
-    tokens, cache = texts.tokens[: texts.compared], _empty_cache(model)
+    tokens, cache = texts.tokens[: texts.compared], empty_cache(model)
     model_kwargs = {"attention_mask": torch.ones_like(tokens[:, :PROMPT]), "use_cache": True, CACHE: cache}
     model_kwargs["position_ids"] = model._prepare_position_ids_for_generation(tokens[:, :PROMPT], model_kwargs)
     outputs = model._prefill(tokens[:, :PROMPT], GenerationConfig(), model_kwargs)
@@ -98,7 +117,7 @@ def logits_of_plain_generation(model: PreTrainedModel, texts: Texts) -> torch.Te
 
 def logits_alone(model: PreTrainedModel, texts: Texts, prompt: int = PROMPT) -> torch.Tensor:
     """Returns logits `(compared, length, vocab_size)`, read with our own inputs, one by one after `prompt` tokens."""
-    tokens, cache = texts.tokens[: texts.compared], _empty_cache(model)
+    tokens, cache = texts.tokens[: texts.compared], empty_cache(model)
     logits, start = [], 0
     for count in (prompt, *[1] * (tokens.shape[1] - prompt)):
         stop = start + count
@@ -136,7 +155,7 @@ def logits_after_rejection(model: PreTrainedModel, texts: Texts) -> tuple[torch.
     Finally, all of these but the first are verified again, after the first.
     """
     rows = 1 if is_flash_attention(model) else len(texts.tokens)
-    tokens, columns, cache = texts.tokens[:rows], texts.columns[:rows], ragged_copy(_empty_cache(model))
+    tokens, columns, cache = texts.tokens[:rows], texts.columns[:rows], ragged_copy(empty_cache(model))
     inputs = {"input_ids": tokens[:, :PROMPT], cache_argument(model): cache}
     beside = model(**inputs, use_cache=True, return_dict=True).logits
     decoder = cached_model(model, cache, column_limit=tokens.shape[1])
@@ -163,10 +182,6 @@ def logits_of_branches(model: PreTrainedModel, texts: Texts) -> tuple[torch.Tens
     grown = tokens.flip(0)[:, PROMPT:]  # the other row's tokens are branch 0, and its own are branch 1
     masked = [branches.grow(grown[:, depth].expand(2, 2))[:, 1] for depth in range(texts.drafted)]
     return beside, torch.stack(masked, dim=1)
-
-
-def _empty_cache(model: PreTrainedModel) -> DynamicCache:
-    return DynamicCache(config=model.config.get_text_config(decoder=True))
 
 
 def _checked(logits: list[torch.Tensor], cache: DynamicCache, tokens: torch.LongTensor) -> torch.Tensor:

@@ -14,14 +14,14 @@ import math
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache
 from transformers.utils import logging
 
 from ..devices import from_host
 from .cached_model import CachedModel, is_mamba
 from .graphs import are_wanted, power_of_two
-from .recurrent_cache import RecurrentCache
+from .recurrent_cache import RecurrentCache, ragged_copy
 from .row_store import RowStore
+from .support import empty_cache
 
 # Tokens fed again, of all rows together, that take about as long as a pass of their own; docs/design.md says more.
 WORTH_A_PASS = 128
@@ -122,9 +122,8 @@ class RecurrentModel(CachedModel):
         return logits if branches == 1 else logits.view(-1, branches, logits.shape[-1])
 
     def of_one_row(self):
-        cache = RecurrentCache(DynamicCache(config=self.model.config.get_text_config(decoder=True)))
         tokens = RowStore(torch.zeros(1, 0, dtype=torch.long, device=self.device))
-        alone = RecurrentModel(self.model, cache, tokens, **self._of_one_row())
+        alone = RecurrentModel(self.model, ragged_copy(empty_cache(self.model)), tokens, **self._of_one_row())
         alone.reads_prompts = True
         return alone
 
@@ -150,8 +149,7 @@ class RecurrentModel(CachedModel):
     def take_row(self, row, other, length):
         super().take_row(row, other, length)
         self.states[row] = {length: other.states[0][length]}
-        self.tokens.reserve(length)
-        self.tokens.values[row, :length] = other.tokens.values[0, :length]
+        self.tokens.put(row, 0, other.tokens.values[0, :length])
 
     def finish(self, output, fed, columns_before):
         rows, last = list(range(len(output))), columns_before + output.shape[1] - 1
@@ -202,20 +200,15 @@ class RecurrentModel(CachedModel):
 
     def copies(self, sources: list[States | None]) -> list[torch.Tensor]:
         """Returns copies of these states, one for each row of a batch; an empty list before the first pass."""
-        current = next((source[0] for source in sources if source), None) or self.cache.current_states()
-        groups: dict[int, tuple[list[torch.Tensor] | None, list[tuple[int, int]]]] = {}
-        for place, source in enumerate(sources):
-            states, row = source or (None, 0)
-            groups.setdefault(id(states), (states, []))[1].append((place, row))
-        on_device = [(states, *from_host(pairs, self.device).unbind(1)) for states, pairs in groups.values()]
-        states, _, rows = on_device[0]
-        if states is not None and len(on_device) == 1:
+        passes = [source[0] for source in sources if source]
+        states = passes[0] if passes else self.cache.current_states()
+        if len(passes) == len(sources) and all(of_pass is states for of_pass in passes):
+            rows = from_host([row for _, row in sources], self.device)
             return [one[rows.to(one.device)] for one in states]
-        new = [one.new_zeros(len(sources), *one.shape[1:]) for one in current]
-        for states, places, rows in on_device:
-            for index, one in enumerate(new if states is not None else ()):
-                one[places.to(one.device)] = states[index][rows.to(one.device)]
-        return new
+        return [
+            torch.stack([source[0][index][source[1]] if source else torch.zeros_like(one[0]) for source in sources])
+            for index, one in enumerate(states)
+        ]
 
     def forget(self, row: int, valid: int, needed: int | None = None) -> None:
         """Forgets states after more than `valid` columns, and all but the last of those after at most `needed`."""

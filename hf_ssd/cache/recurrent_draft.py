@@ -6,21 +6,21 @@ whose cached columns they share.
 """
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..devices import from_host
 from .branches import Branches
 from .recurrent import RecurrentModel
 from .recurrent_cache import RecurrentCache
 from .row_store import RowStore
+from .support import empty_cache
 
 
 class RecurrentDraft(RecurrentModel):
     """A [`RecurrentModel`] that drafts after the `tokens` of its rows. Its passes run eagerly."""
 
     def __init__(self, model: PreTrainedModel, tokens: RowStore, cache: RecurrentCache | None = None, **options):
-        empty = DynamicCache(config=model.config.get_text_config(decoder=True))
-        super().__init__(model, cache or RecurrentCache(empty), tokens, **options)
+        super().__init__(model, cache or RecurrentCache(empty_cache(model)), tokens, **options)
         self.cache.shares_columns = self.has_grouped_heads
 
     @property
@@ -89,9 +89,7 @@ class RecurrentBranches(Branches):
         its states. Negative: no branch. Returns the rows whose branch was taken, and raw logits `(batch_size, depth,
         vocab_size)`, arbitrary for other rows.
         """
-        decoder = self.decoder
-        device = self.decoder.device
-        depths = range(self.depth)
+        decoder, device, depths = self.decoder, self.decoder.device, range(self.depth)
         now, places = decoder.computed(list(range(len(chosen)))), {row: place for place, row in enumerate(self.rows)}
         rows = [row for row in now if chosen[row] >= 0 and self.columns[places[row]][chosen[row]] == forks[row]]
         if not rows or not self.depth:

@@ -18,7 +18,7 @@ class RowStore:
         """Returns texts of different lengths as rows."""
         store = cls(texts[0].new_zeros(len(texts), max(map(len, texts)) + ROOM))
         for row, text in enumerate(texts):
-            store.values[row, : len(text)] = text
+            store.put(row, 0, text)
         return store
 
     def reserve(self, width: int) -> None:
@@ -32,6 +32,11 @@ class RowStore:
         self.reserve(max(starts) + new.shape[1])
         columns = from_host(starts, new.device)[:, None] + torch.arange(new.shape[1], device=new.device)
         self.values[self._rows(), columns] = new
+
+    def put(self, row: int, start: int, new: torch.Tensor) -> None:
+        """Writes new values `(count, ...)` into one row, from a column on."""
+        self.reserve(start + len(new))
+        self.values[row, start : start + len(new)] = new
 
     def at(self, columns: torch.LongTensor) -> torch.Tensor:
         """Returns the values in these columns `(batch_size, count)` of each row."""

@@ -112,6 +112,11 @@ def attention_layout(model: PreTrainedModel) -> AttentionLayout:
     return AttentionLayout(next(iter(windows), None), len(slides) > 1, is_chunked, bool(recurrent), is_indexed)
 
 
+def empty_cache(model: PreTrainedModel) -> DynamicCache:
+    """Returns a cache of transformers for a model."""
+    return DynamicCache(config=model.config.get_text_config(decoder=True))
+
+
 def is_recurrent(config: PreTrainedConfig) -> bool:
     """Whether some layers of a model with this config keep a recurrent state."""
     layers = DynamicCache(config=config.get_text_config(decoder=True)).layers

@@ -13,17 +13,7 @@ from transformers import PreTrainedModel
 from .. import devices
 from .attached import Attached, active_adapters, attached_to, describe
 from .compiled import uncompiled
-from .readings import (
-    FIRST,
-    PROMPT,
-    LowPrecision,
-    logits_after_rejection,
-    logits_alone,
-    logits_beside_others,
-    logits_of_branches,
-    logits_of_plain_generation,
-    texts_for,
-)
+from .readings import PROMPT, logits_alone, read, texts_for
 from .recurrent import WORTH_A_PASS, NoState
 from .support import (
     FLOAT32_TOLERANCE,
@@ -88,29 +78,20 @@ def _try(model: PreTrainedModel, drafts: bool, attached: Attached, drafted: int,
     name = type(model).__name__
     is_recurrent = attention_layout(model).recurrent
     texts = texts_for(model, drafted, rows)
-    read = logits_after_rejection if is_recurrent or is_flash_attention(model) else logits_beside_others
-    if is_recurrent and drafts:
-        read = logits_of_branches
     is_plain = not (attached.may_depend_on_rows or active_adapters(attached))
     forgets = (
         f"{name} gives other logits for several tokens behind its recurrent state than for one after the other, so it "
         "cannot verify or draft several tokens at once."
     )
     try:
-        if drafts:
-            alone = logits_alone(model, texts, FIRST if is_recurrent else PROMPT)
-        else:
-            prompts = texts._replace(tokens=texts.tokens[:, :PROMPT])
-            alone = torch.cat([logits_alone(model, prompts), logits_of_plain_generation(model, texts)], dim=1)
-        with LowPrecision() as low_precision:
-            beside, masked = (logits[: texts.compared] for logits in read(model, texts))
+        alone, beside, masked, is_low = read(model, texts, drafts)
     except (TypeError, RuntimeError, ValueError, LookupError, AttributeError, AssertionError) as error:
         if is_plain and isinstance(error, NoState):
             raise ValueError(forgets) from error
         if is_plain:
             raise ValueError(f"{name} does not take a 4D attention mask and position ids: {error!r}.") from error
         raise ValueError(f"{name} cannot verify or draft several tokens with {describe(model)}: {error!r}.") from error
-    is_precise = _is_precise(model) and not low_precision.is_used
+    is_precise = _is_precise(model) and not is_low
     same_beside = _are_same(beside, alone[:, PROMPT - beside.shape[1] : PROMPT], is_precise)
     same_masked = _are_same(masked, alone[:, PROMPT:], is_precise)
     if same_masked and same_beside:

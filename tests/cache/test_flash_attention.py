@@ -6,7 +6,6 @@ import pytest
 import torch
 from transformers import modeling_flash_attention_utils
 
-from hf_ssd.cache import cached_model
 from hf_ssd.cache.cached_model import CachedModel
 from hf_ssd.cache.ragged import RaggedCache
 from hf_ssd.cache.trial import check_supported
@@ -61,7 +60,7 @@ def verifications():
 def test_nothing_is_asked_of_positions(is_told_lengths, asked, monkeypatch):
     """The mutant, without lengths, asks in every layer."""
     if not is_told_lengths:
-        monkeypatch.setattr(cached_model, "_takes_other_arguments", lambda model: False)
+        monkeypatch.setattr(CachedModel, "_lengths_for_flash_attention", lambda self, count: {})
     torch.testing.assert_close(*verifications(), atol=1e-5, rtol=1e-5)
     assert asked == [n for n in (9, 4, 6) for _ in range(3) if not is_told_lengths]
 

@@ -24,6 +24,7 @@ from transformers import (
 import hf_ssd
 from hf_ssd.cache import trial
 from hf_ssd.cache.cache_name import CACHE
+from hf_ssd.cache.readings import LowPrecision
 from hf_ssd.cache.support import check_own_decoding, last_position_limit
 from hf_ssd.cache.trial import check_supported
 from hf_ssd.cli.main import main
@@ -322,6 +323,6 @@ def test_the_tolerance_is_that_of_the_precision_in_which_matrices_are_multiplied
     assert all(used) and used
     check_supported(accelerator.prepare(model))
     assert not used[-1]
-    monkeypatch.setattr(trial.LowPrecision, "is_used", property(lambda self: False, lambda self, value: None), False)
+    monkeypatch.setattr(LowPrecision, "is_used", property(lambda self: False, lambda self, value: None), False)
     with pytest.raises(ValueError, match="does not obey a 4D attention mask"):
         check_supported(accelerator.prepare(tiny_model()))
