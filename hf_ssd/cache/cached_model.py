@@ -66,7 +66,7 @@ class CachedModel:
         self.is_compiled = is_compiled(model)
 
     def close(self) -> None:
-        """Ends the use of the cache, so that the next call can use its storage."""
+        """Lets the next call use the storage of the cache."""
 
     def rows(self, unfinished: int) -> int:
         """Returns how many rows a pass computes if `unfinished` rows are not finished."""
@@ -105,9 +105,8 @@ class CachedModel:
     def extend(self, tokens: torch.LongTensor, lengths: list[int], logits_to_keep=None) -> torch.Tensor:
         """
         Feeds tokens `(batch_size, new_tokens)`, which overwrite the columns after the first `lengths` columns of each
-        row. Returns raw logits `(batch_size, positions, vocab_size)`. `logits_to_keep` is the indices of the new tokens
-        to return logits for, or how many of the last tokens; by default all, which can fill the memory if the prompt is
-        long.
+        row. Returns raw logits `(batch_size, positions, vocab_size)` of the new tokens `logits_to_keep`, indices or a
+        number of last tokens; by default of all, which can fill the memory if the prompt is long.
         """
         missing = self.fewest_tokens - tokens.shape[1] if self.cache.layers else 0
         if missing > 0:  # feed the last token again; the next pass overwrites it like a rejected token
@@ -128,9 +127,8 @@ class CachedModel:
 
     def extend_tree(self, tokens: torch.LongTensor, lengths: list[int], sees: torch.BoolTensor) -> torch.Tensor:
         """
-        Feeds tokens as [`~CachedModel.extend`] does, as many to each row. They need not follow each other: each sees
-        all columns before these tokens, and of these tokens those that `sees` `(batch_size, tokens, tokens)` says, its
-        ancestors and itself. The number of ancestors is its place after the first token.
+        Feeds tokens as [`~CachedModel.extend`] does, each of which sees all columns before these tokens, and of them
+        its ancestors and itself, as `sees` `(batch_size, tokens, tokens)` says.
         """
         tokens, lengths, sees = self.computed(tokens), self.computed(lengths), self.computed(sees)
         rows, count = tokens.shape
@@ -144,14 +142,11 @@ class CachedModel:
         return self.forward(tokens, places, self.mask(allowed, positions, of_columns[:, None]))
 
     def _place(self, lengths: list[int], depths: torch.LongTensor) -> tuple[torch.LongTensor, int]:
-        """
-        Places new tokens after so many columns of each row, `depths` positions after the first of them. Returns their
-        columns and positions `(2, computed_rows, new_tokens)` and how many columns the pass sees.
-        """
-        count, starts = depths.shape[-1], torch.tensor(lengths)[:, None]
+        """Places new tokens after `lengths` columns. Returns their columns and positions, and the columns seen."""
+        count, starts = depths.shape[-1], torch.tensor(lengths)[:, None]  # depths: positions after the first token
         width = self.columns_seen(max(lengths) + count, count)
         places = torch.stack([starts + torch.arange(count), self.positions(starts + depths)])
-        places = from_host(places, self.device)
+        places = from_host(places, self.device)  # (2, computed_rows, new_tokens)
         is_slice = min(lengths) == max(lengths) and self.cache.window is None
         self.cache.place(slice(lengths[0], lengths[0] + count) if is_slice else places[0], width)
         return places, width
@@ -185,8 +180,8 @@ class CachedModel:
 
     def finish(self, output: torch.LongTensor, fed: list[int], columns_before: int) -> None:
         """
-        Feeds the last tokens of `output` to rows that ended before others, and the padding after these, as plain
-        generation does. `fed` tokens of each row were fed before; `columns_before` is the cache's length before them.
+        Feeds what is missing of `output` to rows that ended before others, and their padding, as plain generation does.
+        `fed` tokens of each row were fed before, after `columns_before` columns.
         """
         start, last = min(fed), output.shape[1] - 1  # the last token is not fed, because no token follows it
         if start < last:
@@ -227,10 +222,7 @@ class CachedModel:
         return self.computed((self.valid.cumsum(dim=-1) == 0).sum(dim=-1, keepdim=True))
 
     def forward(self, tokens, places, mask, logits_to_keep=None) -> torch.Tensor:
-        """
-        Feeds tokens `(computed_rows, new_tokens)`, whose columns and positions are `places`, `(2, computed_rows,
-        new_tokens)`. Returns logits of all rows, zeros for rows left out.
-        """
+        """Feeds tokens of computed rows at these columns and positions. Returns logits of all rows."""
         inputs = {"input_ids": tokens, "places": places, "attention_mask": mask}
         if self.token_types is not None:
             inputs["token_type_ids"] = self.computed(self.token_types).expand_as(tokens)
@@ -242,15 +234,11 @@ class CachedModel:
         return self.of_all_rows(logits)
 
     def run(self, inputs: dict, logits_to_keep: torch.LongTensor | int | None = None) -> torch.Tensor:
-        """
-        Runs a pass. `inputs` are arguments of the model, with `places` (columns and positions) instead of
-        `position_ids`. Returns logits `(rows, positions, vocab_size)`, which later passes do not change.
-        """
-        _, positions = inputs["places"].unbind()
-        inputs = {name: value for name, value in inputs.items() if name != "places"} | {"position_ids": positions}
+        """Runs a pass with arguments of the model, but `places`. Later passes do not change the logits it returns."""
+        inputs = inputs | {self.cache_argument: self.cache, "use_cache": True, "return_dict": True}
+        _, inputs["position_ids"] = inputs.pop("places").unbind()
         if logits_to_keep is not None and self._takes_logits_to_keep():
-            inputs, logits_to_keep = {**inputs, "logits_to_keep": logits_to_keep}, None
-        inputs |= {self.cache_argument: self.cache, "use_cache": True, "return_dict": True}
+            inputs["logits_to_keep"], logits_to_keep = logits_to_keep, None
         logits = result_of(self._call(inputs))
         if isinstance(logits_to_keep, int):
             return logits[:, -logits_to_keep:]

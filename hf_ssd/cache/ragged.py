@@ -17,10 +17,8 @@ ROOM, ROOM_SHARE = 32, 1 / 8
 
 class RaggedLayer(DynamicLayer):
     """
-    One layer of a [`RaggedCache`]. Keys and values have the shape `(batch_size, num_heads, capacity, head_dim)`; the
-    model sees the first columns as a view. Unused columns hold zeros, because masked values must be finite too.
-
-    A layer does not refer to its cache. Otherwise the memory of both would be kept until Python collects cycles.
+    One layer of a [`RaggedCache`], of which the model sees the first columns as a view. Unused columns hold zeros,
+    because masked values must be finite too. A layer does not refer to its cache, which would be a cycle of memory.
     """
 
     def __init__(self, count: int | None = None):
@@ -32,12 +30,11 @@ class RaggedLayer(DynamicLayer):
         self.window: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.dtype, self.device = key_states.dtype, key_states.device
+        self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
         rows = self.count or len(key_states)
-        self.keys, self.values = (
+        self.keys, self.values = (  # (rows, heads, capacity, head_dim)
             states.new_zeros((rows, states.shape[1], 0, states.shape[3])) for states in (key_states, value_states)
         )
-        self.is_initialized = True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, placement=None, rows=None):
         """Writes the new columns where `placement` says, or at the end, and returns all columns that are seen."""
@@ -65,7 +62,6 @@ class RaggedLayer(DynamicLayer):
         return self.indexer.update(keys, keys[..., :0], placement, rows)[0].squeeze(1)
 
     def open_window(self, width: int | None, rows: int | None) -> None:
-        """Lets forward passes see the first `width` columns, or the columns in use if `width` is `None`."""
         self.window = None
         if width is not None:
             self._reserve(width + 1)  # never all columns: torch.compile treats a view of the whole differently
@@ -114,23 +110,19 @@ class RaggedLayer(DynamicLayer):
 
 class RaggedCache(DynamicCache):
     """
-    A `DynamicCache` in which each row has its own length. The tokens of a row stand in consecutive columns, so there
-    are no holes and columns are never compacted: the column of a rejected token is simply written again.
+    A `DynamicCache` in which each row has its own length. The tokens of a row stand in consecutive columns, and the
+    column of a rejected token is written again. Sliding-window layers keep all their columns here, because rejected
+    tokens must not push out old tokens; their masks do the sliding.
 
-    A forward pass appends to all rows alike unless [`~RaggedCache.place`] says otherwise. Sliding-window layers keep
-    all their columns here, because rejected tokens must not push out old tokens; their masks do the sliding.
-
-    Finished rows can be left out of further forward passes. They change places with unfinished rows, so that the
-    remaining rows stand together and the model still sees a view.
-
-    A cache begins empty or with the contents of `theirs`, a cache of transformers.
+    Finished rows can be left out of further passes. They change places with unfinished rows, so that the remaining rows
+    stand together and the model still sees a view.
     """
 
-    count: int | None = None  # rows that may join; by default the rows are those of the first pass
     can_be_cut = True  # whether the first columns of a row serve without the others
 
-    def __init__(self, theirs: Cache | None = None):
+    def __init__(self, theirs: Cache | None = None):  # begins with the contents of a cache of transformers
         Cache.__init__(self, layers=[])
+        self.count: int | None = None  # rows that may join; by default the rows are those of the first pass
         self.rows: list[int] | None = None  # that passes compute, in the order in which they stand; all by default
         self.left_out: list[int] = []  # the other rows, which stand after these
         self.window: int | None = None  # columns that passes see, if compiled or captured; else those in use
@@ -150,10 +142,7 @@ class RaggedCache(DynamicCache):
         return [one for layer in self.ragged if layer.is_initialized for one in (layer.keys, layer.values)]
 
     def place(self, columns: slice | torch.LongTensor, width: int) -> None:
-        """
-        Sets the columns that the next pass writes: a slice for all rows, if no window is open, or `(batch_size,
-        new_tokens)`. The pass sees `width` columns, and the mask hides the columns that a row does not use.
-        """
+        """Sets what the next pass writes, a slice for all rows or columns `(batch_size, new_tokens)`, and its width."""
         if not isinstance(columns, slice):
             self.placement = columns, width
         else:  # append, so that the cache reports the right length to the model
@@ -185,13 +174,11 @@ class RaggedCache(DynamicCache):
             self._reopen()
 
     @property
-    def bytes_of_a_column(self) -> int:
-        """The size of a column of a row."""
+    def bytes_of_a_column(self) -> int:  # of one row
         return sum(one[0, :, :1].nbytes for one in self.storage)
 
     @property
     def nbytes(self) -> int:
-        """The size of all columns of all rows."""
         return sum(one.nbytes for one in self.storage)
 
     @property
@@ -206,10 +193,7 @@ class RaggedCache(DynamicCache):
             layer.count = count
 
     def take_row(self, row: int, theirs: "RaggedCache") -> None:
-        """
-        Gives a row that is left out the columns of the only row of another cache, and lets it take part in the forward
-        passes. The contents of the rows that are left out are lost.
-        """
+        """Lets a row that is left out take part, with the columns of another cache's only row. Others left out go."""
         if row in self.left_out:
             place = self.left_out.index(row)
             self.left_out[place] = self.left_out[0]
@@ -221,8 +205,7 @@ class RaggedCache(DynamicCache):
 
     def of_row(self, row: int, width: int) -> "RaggedCache":
         """Returns a cache of one row, with copies of the first `width` columns of a row."""
-        place = row if self.rows is None else (self.rows + self.left_out).index(row)
-        copied = copy.copy(self)
+        place, copied = self._at(row), copy.copy(self)
         copied.rows, copied.left_out, copied.count, copied.window, copied.placement = None, [], None, None, None
         copied.layers = [
             layer.of_row(place, width) if isinstance(layer, RaggedLayer) else copy.copy(layer) for layer in self.layers
@@ -243,10 +226,7 @@ class RaggedCache(DynamicCache):
             yield one, *on_device(one.device)
 
     def move_columns(self, moves: list[tuple[int, int, int]]) -> None:
-        """
-        Copies columns within rows, all at once: each of the `moves` is a row, its column and the place for it. Rows
-        that are left out have no such columns.
-        """
+        """Copies columns within rows, all at once: each of the `moves` is a row, its column and the place for it."""
         if self.rows is not None:
             moves = [(self.rows.index(row), *columns) for row, *columns in moves if row in self.rows]
         for one, rows, columns, places in self._indexed(*map(list, zip(*moves))) if moves else ():
@@ -254,16 +234,19 @@ class RaggedCache(DynamicCache):
 
     def clear_behind(self, rows: list[int], columns: list[int]) -> None:
         """Sets the columns of `rows` to zero from `columns[row]` on. `columns` has an element for every row."""
-        order = range(len(columns)) if self.rows is None else self.rows + self.left_out
         for row in rows:
             for one in self.storage:
-                one[order.index(row), :, columns[row] :] = 0
+                one[self._at(row), :, columns[row] :] = 0
 
     def set_window(self, width: int | None) -> None:
         """Lets forward passes see the first `width` columns, or the columns in use if `width` is `None`."""
         if width != self.window:
             self.window = width
             self._reopen()
+
+    def _at(self, row: int) -> int:
+        """Returns the place at which a row stands."""
+        return row if self.rows is None else (self.rows + self.left_out).index(row)
 
     def _reopen(self) -> None:
         for layer in self.ragged:
@@ -285,10 +268,7 @@ class RaggedCache(DynamicCache):
         return self.placement, self.rows and len(self.rows) if self.window is None else None
 
     def copy_columns(self, cache: Cache) -> None:
-        """
-        Copies keys and values, and the keys of indexers, from a cache of transformers. The columns that a sliding layer
-        dropped are zeros.
-        """
+        """Copies the columns of a cache of transformers. Those that a sliding layer dropped are zeros."""
         length = cache.get_seq_length()
         for index, layer in enumerate(cache.layers):
             if length and isinstance(layer, DynamicLayer) and layer.is_initialized:
