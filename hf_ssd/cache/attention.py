@@ -1,8 +1,7 @@
 """Attention for grouped heads without a copy of the keys and values.
 
-Where a mask hides columns, transformers' sdpa repeats keys and values for each head of a group, in every layer and
-pass. All heads of a group see the same keys, so here they are folded into the queries instead. Only forward passes of
-this package use the function; a model's own `generate()` keeps the function of transformers.
+Where a mask hides columns, transformers' sdpa repeats keys and values for each head of a group. Here the heads of a
+group, which see the same keys, are folded into the queries instead, in passes of this package alone.
 """
 
 import contextlib

@@ -11,8 +11,7 @@ class Branches:
     """
     Continuations that fork from different places of a row's verified prefix. Branch `i` of row `r` sees the first
     `forks[r, i]` columns of the prefix, of shape `(batch_size, N)`, and its own tokens. The tokens of depth `d` stand
-    in columns `base + d * N + i`, after the prefix of every row, so writing them moves no other columns, and dropping
-    all branches takes no work.
+    in columns `base + d * N + i`, after the prefix of every row, so dropping all branches takes no work.
     """
 
     def __init__(self, decoder: CachedModel, forks: torch.LongTensor, base: int, depth: int):
@@ -53,9 +52,9 @@ def extend_with_branches(
     base: int,
 ) -> torch.Tensor:
     """
-    Feeds tokens `(batch_size, M)`, from the columns `starts` on, and whole branches `(batch_size, N, T)` in one pass. A
-    branch sees the first `forks` columns of its row, also those that this pass writes, and its own tokens, which stand
-    from column `base` on. Returns the raw logits of the branches, `(batch_size, N, T, vocab_size)`.
+    Feeds tokens `(batch_size, M)`, from the columns `starts` on, and whole branches `(batch_size, N, T)` in one pass,
+    which stand from column `base` on and see their row's first `forks` columns, also those that this pass writes.
+    Returns the raw logits of the branches, `(batch_size, N, T, vocab_size)`.
     """
     tokens, starts, forks, branches = map(decoder.computed, (tokens, starts, forks, branches))
     device, (rows, count, depth) = forks.device, branches.shape

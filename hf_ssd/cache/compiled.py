@@ -1,9 +1,7 @@
-"""Models whose forward pass is compiled by torch.compile.
+"""Models whose forward pass is compiled by torch.compile, with the backend, mode and options of the user.
 
-Anything that changes between calls must be tensor data or a dynamic size; `torch.compile` recompiles when a Python
-number changes. So a compiled forward pass sees a *window* of its cache, a view that stays the same for many steps, and
-masks hide the columns that are not in use. A prefill runs uncompiled. Backend, mode and options are taken from the
-user's own compilation of the model.
+`torch.compile` recompiles when a Python number changes. So a compiled pass sees a *window* of its cache, a view that
+stays the same for many steps, and masks hide the columns that are not in use. A prefill runs uncompiled.
 """
 
 import contextlib

@@ -1,10 +1,7 @@
 """
 Passes of a model that are captured once and replayed as CUDA graphs, and the storage that they read and write. Both are
-kept between calls.
-
-A graph repeats kernels with the addresses that they were captured with. So all data that changes between passes are the
-contents of tensors that stay in place, and the sizes of a pass are rounded up. A padding token repeats the last token
-in the same column, so it writes the same keys and values once more.
+kept between calls. A graph repeats kernels with the addresses of the capture, so all data that changes are the contents
+of tensors that stay in place, and sizes are rounded up. A padding token repeats the last token in the same column.
 """
 
 import threading
@@ -20,9 +17,7 @@ from .. import devices
 from .ragged import RaggedCache
 from .support import attention_layout, is_flash_attention, rope_that_changes
 
-# Storage has columns for the longest text of a call, but at most COLUMNS_AHEAD, or twice the columns in use if that is
-# more.
-COLUMNS_AHEAD = 4096
+COLUMNS_AHEAD = 4096  # at most so many for the longest text of a call, or twice the columns in use if that is more
 BRANCH_COLUMNS = 512  # columns for branches after the text
 COMPARED = 2  # replays of each pass that are compared with eager passes: they differ if a Python number has changed
 

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 class HiddenStates:
     """
-    Keeps the hidden states of some layers of each forward pass of a view until they are taken. Forward hooks do this
-    for every family of models alike; the meaning of `output_hidden_states=[...]` differs between versions.
+    Keeps the hidden states of some layers of each pass of a view until they are taken, by forward hooks: the meaning of
+    `output_hidden_states=[...]` differs between versions.
 
     Layer 0 is the embedding, `i` the output of the i-th layer, and the number of layers the output of the last
     normalization, as in `hidden_states` of transformers. `keys` are layers, counted from 0, whose keys and values of
@@ -59,18 +59,14 @@ class HiddenStates:
         self.captured[-1][layer] = states.flatten(2)
 
     def take(self) -> torch.Tensor:
-        """
-        Returns the hidden states of all passes since the last call, `(rows, tokens, width)`: the passes one after the
-        other, and for each token its layers side by side. A prefill may leave out all tokens but the last in layers
-        that share keys; their hidden states are zeros.
-        """
+        """Returns the states of all passes since the last call, `(rows, tokens, width)`, layers side by side."""
         captured, self.captured = self.captured, []
         device, passes = captured[0][self.layers[0]].device, []
         for of_pass in captured:
             states = [of_pass[layer].to(device) for layer in self.layers]
             longest = max(one.shape[1] for one in states)
-            states = [pad(one, (0, 0, longest - one.shape[1], 0)) for one in states]
-            passes.append(torch.cat(states, dim=-1))
+            # A prefill may leave out all tokens but the last in layers that share keys: these have zeros.
+            passes.append(torch.cat([pad(one, (0, 0, longest - one.shape[1], 0)) for one in states], dim=-1))
         return passes[0] if len(passes) == 1 else torch.cat(passes, dim=1)
 
 
@@ -109,10 +105,7 @@ def check_layers(model: PreTrainedModel, layers: Sequence[int]) -> None:
 
 
 def layers_that_share_keys(model: PreTrainedModel) -> dict[str, int]:
-    """
-    Returns, for each kind of attention, the last layer of a Gemma 4 that computes keys and values of its own, which
-    later layers and assistants read, or raises `ValueError`.
-    """
+    """Returns the last layer of a Gemma 4, of each kind of attention, whose keys and values later layers share."""
     blocks, shared = decoder_parts(model)[0], {}
     for index, block in enumerate(blocks):
         attention = getattr(block, "self_attn", None)

@@ -36,15 +36,12 @@ class KeptText:
 
 class KeptPrefixes:
     """
-    Copies of the columns of rows that have ended, for one model, of at most `most` bytes, or of as many as the free
-    memory allows if that is `AUTO`. The text that was used longest ago goes first. With 0 bytes every text is read.
-
-    A row that joins begins with the longest common prefix of its text and any other: one that is kept, or that of a row
-    which is being decoded.
+    Copies of the columns of rows of one model that have ended. The text that was used longest ago goes first. A row
+    that joins begins with the longest prefix that its text shares with one of them, or with a row being decoded.
     """
 
     def __init__(self, most: int = 0):
-        self.most = most
+        self.most = most  # bytes; AUTO: as many as the free memory allows
         self.texts: list[KeptText] = []  # in the order in which they were used
         self.hits = 0  # tokens that were not read again
         self.marks: tuple | None = None  # of the weights, hooks and adapters that the columns were computed with
@@ -65,17 +62,12 @@ class KeptPrefixes:
     def nbytes(self) -> int:
         return sum(text.nbytes for text in self.texts)
 
-    # ---------------------------------------------------------------- rows that begin
-
     def known(self, tokens: list[int], decoder: CachedModel, live: Mapping[int, list[int]]) -> int:
-        """Returns how many first tokens need not be read. For `live` see [`~KeptPrefixes.reader`]."""
+        """Returns how many first tokens need not be read. `live` has, by row, the tokens in the decoder's cache."""
         return self._longest(tokens, decoder, live)[0]
 
     def reader(self, tokens: list[int], decoder: CachedModel, live: Mapping[int, list[int]]) -> JoiningRow:
-        """
-        Returns a row that is to join the rows of `decoder` with a text that begins with `tokens`, and that has read as
-        many of them as are known. `live` has, by row, the tokens whose columns the decoder's cache holds.
-        """
+        """Returns a row that is to join with a text that begins with `tokens`, and has read as many as are known."""
         reader = JoiningRow(decoder)
         count, source = self._longest(tokens, decoder, live)
         if isinstance(source, KeptText):
@@ -94,8 +86,6 @@ class KeptPrefixes:
         found += [(text.shared(tokens), text) for text in self.texts]
         count, source = max(found, key=lambda one: one[0], default=(0, None))
         return (count, source) if count >= WORTH_KEEPING else (0, None)
-
-    # ---------------------------------------------------------------- rows that end
 
     def add(self, tokens: list[int], decoder: CachedModel, row: int) -> None:
         """Keeps the columns of a row of `decoder`, which hold these tokens, if there is memory for them."""

@@ -1,7 +1,6 @@
-"""Builds attention masks from columns and positions of the cache. Pure tensor functions.
-
-A mask says which cache columns a new token (a *query*) sees. It is a boolean tensor of shape
-`(batch_size, queries, columns)` until `additive` turns it into the float tensor that sdpa and eager attention take.
+"""
+Masks say which cache columns a new token (a *query*) sees. They are boolean, `(batch_size, queries, columns)`, until
+`additive` turns them into the float tensor that sdpa and eager attention take.
 """
 
 import torch

@@ -1,8 +1,4 @@
-"""
-Modules of a model whose weights are packed once, for passes over a few tokens on a CPU.
-
-A view of the model computes with the packed weights; the model keeps its modules as they are.
-"""
+"""Modules whose weights are packed once, for passes of a view of the model over a few tokens on a CPU."""
 
 import threading
 import weakref
@@ -91,9 +87,8 @@ def _keep_packed_alone(
     weights: dict[nn.Module, list[nn.Parameter]],
 ) -> None:
     """
-    Gives up the weights that are packed, except those that other modules use, such as an embedding, and those that a
-    pass over a text leaves out, such as a vision tower's. Passes that are not ours compute packed, too. A second pass
-    shows whether the model reads a weight by itself: it would read NaN. Then the model keeps its weights.
+    Gives up the packed weights that no other module uses and that a pass over a text computes with; all passes are
+    packed then. A second pass shows whether the model reads a weight by itself: it would read NaN, and keeps all.
     """
     users = Counter(id(one) for module in model.modules() for one in module._parameters.values())
     tokens = torch.arange(FOR_TOKENS, device=model.device)[None] % model.get_input_embeddings().weight.shape[0]

@@ -1,8 +1,6 @@
 """
-Weights of linear layers that are packed once, for passes over a few tokens on a CPU.
-
-torch packs a weight anew in each product with more than one token, which takes longer than the product. Here oneDNN's
-own operations, which torch.compile uses too, pack it once.
+Weights of linear layers that are packed once, by oneDNN's own operations. torch packs a weight anew in each product
+with more than one token, which takes longer than the product.
 """
 
 import time

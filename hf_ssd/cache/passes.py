@@ -1,7 +1,4 @@
-"""
-How a model's passes over new tokens run: eagerly, compiled by torch.compile, or captured and replayed as CUDA graphs.
-All of them take the same inputs and return the same logits.
-"""
+"""How a model's passes run: eagerly, compiled by torch.compile, or captured and replayed as CUDA graphs."""
 
 from transformers import PreTrainedModel
 from transformers.utils import logging
@@ -113,10 +110,7 @@ def cached_model(
     tokens: RowStore | None = None,
     **options,
 ) -> CachedModel:
-    """
-    Returns the [`CachedModel`] for the passes of a call. Hooks of [`~hf_ssd.cache.hidden_states.HiddenStates`] run in
-    eager passes alone. For `cuda_graphs` see `SSDConfig`, for the `tokens` of an empty cache [`RecurrentModel`].
-    """
+    """Returns the [`CachedModel`] for the passes of a call. Hooks of its `hidden_states` run in eager passes alone."""
     if isinstance(cache, RecurrentCache):
         return RecurrentModel(model, cache, tokens, cuda_graphs, **options)
     # Flash attention takes no masks, and only a mask hides the columns of a window that are not in use.

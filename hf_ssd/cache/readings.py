@@ -23,9 +23,8 @@ from .support import attention_layout, empty_cache, is_flash_attention, result_o
 TOKENS = (7, 11, 13, 17, 19, 23, 29, 31)  # of the text; tokens after these are the same in another order
 PROMPT = 6  # how many tokens of the text are the prompt
 FIRST = 2  # how many tokens of the prompt a recurrent draft reads first
-# FAR is the number of columns between the text and the end of the cache, if the config names no larger window. A model
-# that counts a window from the end of the cache does not see the text then, unless its window is larger. Windows above
-# FARTHEST columns are not tried.
+# Columns between the text and the end of the cache, unless the config names a larger window of up to FARTHEST columns:
+# a model that counts its window from the end of the cache does not see the text then.
 FAR, FARTHEST = 640, 4096
 
 
@@ -44,10 +43,7 @@ class Texts(NamedTuple):
 
 
 def texts_for(model: PreTrainedModel, drafted: int, rows: int | None) -> Texts:
-    """
-    Returns texts with `drafted` tokens to verify, as far as the model's positions allow. `rows` is the only number of
-    rows that the model can be tried with; by default one row is compared, beside another one that is much longer.
-    """
+    """Returns texts with `drafted` tokens to verify, if positions allow: of `rows`, or of one beside a longer one."""
     config = model.config.get_text_config(decoder=True)
     named = [value for key, value in vars(config).items() if "window" in key and type(value) is int]
     positions = getattr(config, "max_position_embeddings", None)
@@ -65,7 +61,7 @@ def texts_for(model: PreTrainedModel, drafted: int, rows: int | None) -> Texts:
 def read(model: PreTrainedModel, texts: Texts, drafts: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
     """
     Returns logits `(compared, tokens, vocab_size)` of the texts alone, of the last tokens of the prompts beside other
-    rows, and of the tokens after the prompts among others; and whether matrices were multiplied in low precision.
+    rows, and of the tokens after them among others; and whether matrices were multiplied in low precision.
     """
     is_recurrent = attention_layout(model).recurrent
     if drafts:
@@ -98,10 +94,7 @@ class LowPrecision(TorchDispatchMode):
 
 
 def logits_of_plain_generation(model: PreTrainedModel, texts: Texts) -> torch.Tensor:
-    """
-    Returns logits `(compared, drafted, vocab_size)` as plain generation reads the tokens after the prompts: one by one,
-    with inputs that the model's own methods prepare.
-    """
+    """Returns logits of the tokens after the prompts, read one by one as the model's own methods prepare them."""
     tokens, cache = texts.tokens[: texts.compared], empty_cache(model)
     model_kwargs = {"attention_mask": torch.ones_like(tokens[:, :PROMPT]), "use_cache": True, CACHE: cache}
     model_kwargs["position_ids"] = model._prepare_position_ids_for_generation(tokens[:, :PROMPT], model_kwargs)
@@ -116,7 +109,7 @@ def logits_of_plain_generation(model: PreTrainedModel, texts: Texts) -> torch.Te
 
 
 def logits_alone(model: PreTrainedModel, texts: Texts, prompt: int = PROMPT) -> torch.Tensor:
-    """Returns logits `(compared, length, vocab_size)`, read with our own inputs, one by one after `prompt` tokens."""
+    """Returns logits of all tokens, read with our own inputs, one by one after `prompt` tokens."""
     tokens, cache = texts.tokens[: texts.compared], empty_cache(model)
     logits, start = [], 0
     for count in (prompt, *[1] * (tokens.shape[1] - prompt)):
@@ -136,9 +129,8 @@ def logits_alone(model: PreTrainedModel, texts: Texts, prompt: int = PROMPT) -> 
 
 def logits_beside_others(model: PreTrainedModel, texts: Texts) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Returns the logits of the prompts beside other rows, and the logits of the tokens after the prompts as they are
-    verified, both of shape `(rows, tokens, vocab_size)`. These tokens stand after a hidden column, in a cache that is
-    much longer.
+    Returns the logits of the prompts beside other rows, and those of the tokens after the prompts, which are verified
+    after a hidden column in a cache that is much longer.
     """
     tokens = texts.tokens
     decoder = CachedModel(model, RaggedCache(), column_limit=tokens.shape[1])
@@ -150,9 +142,8 @@ def logits_beside_others(model: PreTrainedModel, texts: Texts) -> tuple[torch.Te
 
 def logits_after_rejection(model: PreTrainedModel, texts: Texts) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    The logits of [`logits_beside_others`] for a model with recurrent layers, and of one row for flash attention, which
-    has no masks. After the prompt, other tokens are verified first and rejected, then the tokens after the prompt.
-    Finally, all of these but the first are verified again, after the first.
+    [`logits_beside_others`] for recurrent layers, and for flash attention with one row: other tokens are verified first
+    and rejected, then the tokens after the prompt, and all of these but the first again.
     """
     rows = 1 if is_flash_attention(model) else len(texts.tokens)
     tokens, columns, cache = texts.tokens[:rows], texts.columns[:rows], ragged_copy(empty_cache(model))
@@ -169,9 +160,8 @@ def logits_after_rejection(model: PreTrainedModel, texts: Texts) -> tuple[torch.
 
 def logits_of_branches(model: PreTrainedModel, texts: Texts) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    The logits of [`logits_beside_others`] for a draft with recurrent layers, without the first tokens of the prompt: a
-    few tokens are fed together, then others behind their states. The tokens after the prompt are a branch, which starts
-    from a copy of the states after the prompt and stands beside another branch.
+    [`logits_beside_others`] for a draft with recurrent layers, which feeds a few tokens together, then others after
+    their states. The tokens after the prompt are a branch beside another one.
     """
     tokens, device = texts.tokens, texts.tokens.device
     decoder = RecurrentDraft(model, RowStore(tokens), column_limit=tokens.shape[1])

@@ -1,13 +1,9 @@
 """Models that have recurrent layers, whose state sums up all previous tokens, beside layers with attention.
 
-A recurrent state cannot be rolled back to an earlier token. So the states of each row are kept after some of its
-tokens, and a forward pass starts from a copy of them. A target keeps one *checkpoint* of each row, after a verified
-token. It is fed the verified tokens after the checkpoint again (the *refeed*) and then the new tokens. If all new
-tokens are verified later, the states at the end of the pass become the checkpoint; otherwise the checkpoint stays. When
-refeeds have taken as long as a pass, a pass over verified tokens alone shortens them.
-
-States that are kept have only read tokens of their row. All rows of a pass are fed the same number of tokens. A row
-that has fewer tokens is fed its last token again, which its own tokens never see, and its states are not kept.
+A target keeps one *checkpoint* of each row: copies of its states after a verified token. It is fed the verified tokens
+after the checkpoint again (the *refeed*) and then the new tokens. If all new tokens are verified later, the states at
+the end of the pass become the checkpoint. A row with fewer tokens than others is fed its last token again, which its
+own tokens never see, and its states are not kept: kept states have only read tokens of their row.
 """
 
 import math
@@ -37,13 +33,7 @@ class NoState(RuntimeError):
 
 
 class RecurrentModel(CachedModel):
-    """
-    A [`CachedModel`] with recurrent layers, of a cache that holds the prompts, or of an empty one with `tokens`.
-
-    transformers bounds the step sizes of Mamba-2 only where several tokens are computed; these passes have no bounds,
-    except the first one, which reads the prompts. The chunks to which transformers pads the tokens are short; chunks
-    only group the arithmetic. All of this is changed in the view alone.
-    """
+    """A [`CachedModel`] with recurrent layers, of a cache that holds the prompts, or of an empty one with `tokens`."""
 
     cache: RecurrentCache
 
@@ -115,6 +105,8 @@ class RecurrentModel(CachedModel):
         if branches > 1:  # rows of a batch, whose single tokens stand in `inputs` as tokens of one row
             inputs = {name: _of_branches(value, branches) for name, value in inputs.items()}
         tokens = inputs["input_ids"].shape[1]
+        # transformers pads tokens to a chunk, which only groups the arithmetic, and bounds Mamba-2's step sizes only
+        # where it computes several tokens at once: in plain generation those of the prompts.
         for layer, (size, limit) in self.of_mamba.items():
             layer.chunk_size = min(size, max(SHORTEST_CHUNK, power_of_two(tokens)))
             layer.time_step_limit = limit if not self.cache.storage or self.reads_prompts else (0.0, math.inf)
@@ -172,17 +164,14 @@ class RecurrentModel(CachedModel):
             self.forget(row, columns[row], columns[row])
 
     def _feed(self, at: list[int], count: int, ends: list[int], logits_to_keep: torch.LongTensor) -> torch.Tensor:
-        """
-        Feeds `count` tokens to each row from the states after `at` columns on, of which only the tokens before `ends`
-        are its own. Keeps the states that have read only tokens of their row.
-        """
+        """Feeds `count` tokens to each row after its states at `at` columns; those from `ends` on are fillers."""
         columns = from_host(at, self.device)[:, None] + torch.arange(count, device=self.device)
         # The last one is repeated: any other token might have values that are not finite.
         columns = columns.minimum(from_host(ends, self.device)[:, None] - 1)
         rows = self.computed(list(range(len(at))))
         sources = [self.states[row][at[row]] for row in rows]
         if len({id(source and source[0]) for source in sources}) > 1:
-            # One tensor of all rows instead of one for each pass, each of which would keep the states of all rows.
+            # One tensor of all rows: the tensors of many passes would each keep the states of all rows.
             together = self.copies(sources)
             sources = [(together, place) for place in range(len(rows))]
         for row, source in zip(rows, sources):

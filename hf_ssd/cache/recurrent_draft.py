@@ -1,8 +1,7 @@
-"""A draft model with recurrent layers, and its branches.
+"""A draft model with recurrent layers, which keeps the states of each row after several of its tokens.
 
-A draft keeps the states of each row after several of its tokens. No mask hides a token that a state has read, so
-branches are rows of the batch in the recurrent layers. In layers with attention they are further queries of their row,
-whose cached columns they share.
+No mask hides a token that a state has read, so branches are rows of the batch in the recurrent layers. In layers with
+attention they are further queries of their row, whose cached columns they share.
 """
 
 import torch
@@ -29,10 +28,7 @@ class RecurrentDraft(RecurrentModel):
         return sum(one[0].nbytes for one in self.cache.current_states())
 
     def feed(self, verified: list[int], count: int, wanted: int) -> torch.Tensor:
-        """
-        Feeds each row its tokens up to `count` tokens after its verified tokens, and keeps the states after each token
-        from the last verified one on. Returns the raw logits of the last `wanted` tokens, at most `count + 1`.
-        """
+        """Feeds each row up to `count` tokens after its verified ones. Returns raw logits of the last `wanted`."""
         # 1. Start from the last states that all rows have at the same distance from their last verified token.
         rows = self.computed(list(range(len(verified))))
         distances = ({column - verified[row] + 1 for column in self.states[row]} for row in rows)
@@ -85,9 +81,8 @@ class RecurrentBranches(Branches):
 
     def adopt(self, chosen: list[int], forks: list[int]) -> tuple[list[int], torch.Tensor | None]:
         """
-        Copies the columns of each row's chosen branch, if that has this fork, to the columns after the fork, and keeps
-        its states. Negative: no branch. Returns the rows whose branch was taken, and raw logits `(batch_size, depth,
-        vocab_size)`, arbitrary for other rows.
+        Takes in each row's chosen branch, if that has this fork; a negative number is none. Returns the rows whose
+        branch was taken, and raw logits `(batch_size, depth, vocab_size)`, arbitrary for other rows.
         """
         decoder, device, depths = self.decoder, self.decoder.device, range(self.depth)
         now, places = decoder.computed(list(range(len(chosen)))), {row: place for place, row in enumerate(self.rows)}

@@ -136,20 +136,14 @@ def last_position_limit(model: PreTrainedModel) -> int | None:
 
 
 def last_column_limit(model: PreTrainedModel) -> int | None:
-    """
-    Returns the number of columns from which on a model scales attention by the number of columns in its cache, which
-    differs between rows of different lengths (Llama 4). `None` if the model does not.
-    """
+    """Returns from how many columns in its cache on a model scales attention by their number (Llama 4), or `None`."""
     config = model.config.get_text_config(decoder=True)
     scales = getattr(config, "attn_temperature_tuning", False) and not all(getattr(config, "no_rope_layers", [1]))
     return getattr(config, "floor_scale", None) if scales else None
 
 
 def rope_that_changes(model: PreTrainedModel) -> tuple[str, int] | None:
-    """
-    Returns the kind of a rotary embedding whose frequencies depend on the length of the text, and the number of
-    positions up to which they do not; `None` if the model's embedding does not depend on the length.
-    """
+    """Returns the kind of a rotary embedding that changes with the text's length, and from where on, or `None`."""
     config = model.config.get_text_config(decoder=True)
     parameters = getattr(config, "rope_parameters", None) or {}
     for of_layer in [parameters] if "rope_type" in parameters else parameters.values():

@@ -1,9 +1,5 @@
-"""The trial of a model before its first call: a few small forward passes show whether its logits can be relied on.
-
-Verification feeds a token beside other tokens, beside rows of other lengths, and after a cache that holds more columns
-than the token may see. Only a mask and positions say which columns the token sees. Plain generation feeds the same
-token alone. Both must give the same logits.
-"""
+"""The trial of a model before its first call: a few small passes show whether it gives a token the same logits beside
+other tokens and rows, where only a mask and positions say what it sees, as alone, where plain generation feeds it."""
 
 import weakref
 
@@ -34,9 +30,8 @@ _tried: "weakref.WeakKeyDictionary[PreTrainedModel, list[tuple]]" = weakref.Weak
 
 def check_supported(model: PreTrainedModel, drafts: bool = False, rows: int = 1, lookahead: int = DRAFTED) -> None:
     """
-    Raises `ValueError` if a model cannot decode branches: if its cache cannot be rolled back, or it does not obey a 4D
-    attention mask and explicit positions, which a few short forward passes test. They run again when anything has
-    changed that they depend on.
+    Raises `ValueError` if a model's cache cannot be rolled back, or it does not obey a 4D attention mask and explicit
+    positions. The passes that test this run again when anything has changed that they depend on.
     """
     name = type(model).__name__
     implementation = model.config.get_text_config(decoder=True)._attn_implementation

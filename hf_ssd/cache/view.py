@@ -1,8 +1,6 @@
 """
-Views of a model: its weights in modules of our own, so that our passes can differ while the model stays as it is.
-
-Another thread may be computing with the user's model, and any line may be interrupted. So everything that our passes
-do differently belongs to a view: the names of attention functions in its configs, hooks, the settings of Mamba layers.
+Views of a model: its weights in modules of our own, which have what our passes do differently (names of attention
+functions, hooks, settings of Mamba layers). Another thread may be using the model, and any line may be interrupted.
 """
 
 import copy
@@ -25,9 +23,8 @@ def view_of(
     forwards: Mapping[nn.Module, Callable] = {},  # of the copies of some modules
 ) -> tuple[PreTrainedModel, list[PreTrainedConfig]]:
     """
-    Returns a view of a model, and the configs of the view. Modules that have a config, and those that contain other
-    copies, are copies with the same weights, buffers and hooks, and with configs of their own. Other modules are those
-    of the model. The view is not compiled, and sees later changes of weights and hooks, but not of modules.
+    Returns a view of a model, and its configs. Modules that have a config or contain copies are copies, with the same
+    weights, buffers and hooks. The view is not compiled, and sees later changes of weights and hooks, not of modules.
     """
     needed: dict[nn.Module, bool] = {}
     configs: dict[int, PreTrainedConfig] = {}
