@@ -55,7 +55,9 @@ def attached_to(model: PreTrainedModel) -> Attached:
             found.forwards.append(weakref.ref(own["forward"]))
             found.has_own_forward |= forward_of(module) is not None
         if "_active_adapter" in own or "_disable_adapters" in own:
-            found.adapters.add(_adapters_of(module))
+            active = module._active_adapter
+            active = (active,) if isinstance(active, str) else tuple(active or ())
+            found.adapters.add((active, module._disable_adapters, tuple(getattr(module, "merged_adapters", ()))))
         waiting += own["_modules"].values()
     found.kinds = {kind: weakref.ref(kind.forward) for kind in map(type, seen)}
     return found
@@ -122,12 +124,6 @@ def activated_loras(model: PreTrainedModel) -> list[str]:
     configs = vars(model).get("peft_config") or {}
     named = [name for name, config in configs.items() if getattr(config, "alora_invocation_tokens", None)]
     return sorted({*named} & {*active_adapters(attached_to(model))}) if named else []
-
-
-def _adapters_of(module: nn.Module) -> tuple:
-    active = module._active_adapter
-    active = (active,) if isinstance(active, str) else tuple(active or ())
-    return active, module._disable_adapters, tuple(getattr(module, "merged_adapters", ()))
 
 
 def _global_hooks() -> tuple[dict[int, Callable], ...]:

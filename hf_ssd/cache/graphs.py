@@ -133,11 +133,6 @@ class Graphs:
             layer.keys, layer.values = (kept[: len(first)] for kept in self.storage[index])
         return True
 
-    def let_go(self, cache: RaggedCache) -> None:
-        """Lets another cache use the storage. The given cache must not be used any more."""
-        if self.user() is cache:
-            self.user = lambda: None
-
 
 _graphs: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[tuple, Graphs]]" = weakref.WeakKeyDictionary()
 

@@ -10,8 +10,7 @@ from transformers import PreTrainedModel
 
 from .. import devices
 from .attached import attached_to, values_of
-from .cached_model import CachedModel
-from .joining import JoiningRow
+from .cached_model import CachedModel, JoiningRow
 from .ragged import RaggedCache
 
 WORTH_KEEPING = 64  # tokens that a row must share with another text before their columns are copied

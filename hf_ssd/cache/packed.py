@@ -51,7 +51,7 @@ def packed_forwards(model: PreTrainedModel, pack_weights: bool | str) -> dict[nn
     kinds = {module: kind for module in model.modules() for kind in KINDS if is_eligible(module, kind.weights(module))}
     weights = {module: kind.weights(module) for module, kind in kinds.items()}
     if is_auto:
-        kinds = {module: kind for module, kind in kinds.items() if max(map(matrix_size, weights[module])) >= LEAST}
+        kinds = {module: kind for module, kind in kinds.items() if any(map(is_large, weights[module]))}
     with _lock:
         values = {module: values_of(weights[module]) for module in kinds}
         stale = [module for module in kinds if module not in _packed or _packed[module].values != values[module]]
@@ -70,7 +70,7 @@ def packed_forwards(model: PreTrainedModel, pack_weights: bool | str) -> dict[nn
 
 def forward_of(layer: nn.Linear) -> Callable:
     """Returns what computes a linear layer in a call: it or its packed weight, as a trial shows, if memory suffices."""
-    is_tried = _can_pack() and is_eligible(layer, PackedLinear.weights(layer)) and matrix_size(layer.weight) >= LEAST
+    is_tried = _can_pack() and is_eligible(layer, PackedLinear.weights(layer)) and is_large(layer.weight)
     verdicts = is_tried and _verdicts(PackedLinear.tried(layer), is_auto=True)
     return PackedLinear(layer, verdicts) if verdicts else layer
 
@@ -138,8 +138,8 @@ def is_plain(weight: torch.Tensor | None) -> bool:
     )
 
 
-def matrix_size(weight: torch.Tensor) -> int:
-    return weight.shape[-2:].numel()
+def is_large(weight: torch.Tensor) -> bool:
+    return weight.shape[-2:].numel() >= LEAST
 
 
 def _can_pack() -> bool:

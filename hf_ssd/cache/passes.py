@@ -84,7 +84,8 @@ class CapturedModel(CachedModel):
         return logits if logits_to_keep is kept else logits[:, logits_to_keep]
 
     def close(self):
-        self.graphs.let_go(self.cache)
+        if self.graphs.user() is self.cache:
+            self.graphs.user = lambda: None
 
     def _capture(self, static: dict, kept: int | None) -> CapturedPass:
         cache, before = self.cache, self.cache.placement

@@ -7,8 +7,7 @@ from transformers import PreTrainedModel
 
 from .. import devices
 from ..cache.branches import Branches, extend_with_branches
-from ..cache.cached_model import CachedModel
-from ..cache.joining import JoiningRow
+from ..cache.cached_model import CachedModel, JoiningRow
 from ..cache.kept_prefixes import WORTH_KEEPING, KeptPrefixes
 from ..cache.passes import cached_model
 from ..cache.ragged import RaggedCache

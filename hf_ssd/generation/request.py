@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from .. import devices
-from ..cache.joining import JoiningRow
+from ..cache.cached_model import JoiningRow
 from .api import SSDGenerationMixin, move_stop_strings
 from .checks import check_generation, check_row
 from .deciding import CallRows

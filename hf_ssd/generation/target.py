@@ -6,14 +6,13 @@ from transformers import DynamicCache
 
 from .. import devices
 from ..cache.cache_name import CACHE, cache_argument
-from ..cache.cached_model import CachedModel, view_for_passes
+from ..cache.cached_model import CachedModel, JoiningRow, view_for_passes
 from ..cache.compiled import uncompiled
 from ..cache.hidden_states import HiddenStates, hooked_modules
-from ..cache.joining import JoiningRow
 from ..cache.passes import cached_model
 from ..cache.recurrent_cache import ragged_copy
 from ..cache.row_store import RowStore
-from ..cache.support import last_position_limit
+from ..cache.support import empty_cache, last_position_limit
 from ..config import SSDConfig
 from ..devices import from_host
 from ..rounds import Outcome
@@ -43,7 +42,7 @@ class Target:
         [`~Target.close`] must follow.
         """
         limit = last_position_limit(self.model)
-        cache = ragged_copy(DynamicCache(config=self.model.config.get_text_config(decoder=True)))
+        cache = ragged_copy(empty_cache(self.model))
         device = devices.of_model(self.model)
         tokens = RowStore(torch.zeros(rows, 0, dtype=torch.long, device=device))
         options = {"column_limit": limit, "view": self.view, "hidden_states": self.hidden_states}
@@ -206,8 +205,7 @@ class Features(RowStore):
         """Begins a row anew with the features `(tokens, width)` of these parts of its text."""
         self.lengths[row] = sum(map(len, texts))
         if texts:
-            self.reserve(self.lengths[row])
-            self.values[row, : self.lengths[row]] = torch.cat(texts).to(self.values).nan_to_num(0.0, 0.0, 0.0)
+            self.put(row, 0, torch.cat(texts).to(self.values).nan_to_num(0.0, 0.0, 0.0))
 
     def between(self, starts: list[int], ends: list[int]) -> torch.Tensor:
         """Returns features `(tokens, width)`: those of each row from token `starts` to `ends`, row after row."""
