@@ -299,11 +299,6 @@ def view_for_passes(
     model: PreTrainedModel, hooked: Collection[nn.Module] = (), pack_weights: bool | str = False
 ) -> PreTrainedModel:
     """Returns the view of a model that computes the passes of a call, with hooks in its `hooked` modules."""
-    view, configs = view_of(model, is_mamba, hooked, packed_forwards(model, pack_weights))
+    view, configs = view_of(model, hooked, packed_forwards(model, pack_weights))
     use_grouped_heads(model, configs)
     return view
-
-
-def is_mamba(module: nn.Module) -> bool:
-    """Whether a module is a Mamba-2 layer, whose settings passes of recurrent models change."""
-    return "time_step_limit" in vars(module) and "chunk_size" in vars(module)

@@ -24,39 +24,23 @@ class HiddenStates:
         self.layers = (*layers, *((kind, layer) for layer in keys for kind in ("key", "value")))
         modules = iter(hooked_modules(model, layers, keys))
         for layer, module in dict(zip(layers, modules)).items():
-            if layer:
-                module.register_forward_hook(self._keep(layer))
-            else:
-                module.register_forward_pre_hook(self._keep_input, with_kwargs=True)
+            self._keep(layer, module, _output_of if layer else _input_of)
         for layer, attention, k_norm, v_norm in zip(keys, modules, modules, modules):
             attention.register_forward_pre_hook(self._keep_rotation, with_kwargs=True)
-            k_norm.register_forward_hook(self._keep_keys(layer, attention))
-            v_norm.register_forward_hook(self._keep(("value", layer)))
+            rotate = sys.modules[type(attention).__module__].apply_rotary_pos_emb
+            self._keep(("key", layer), k_norm, lambda *of, rotate=rotate: rotate(of[-1], *self.rotation, 2))
+            self._keep(("value", layer), v_norm, _output_of)
 
-    def _keep(self, layer: int | tuple[str, int]) -> Callable:
-        def keep(module, arguments, output) -> None:
-            self._add(layer, output[0] if isinstance(output, (tuple, list)) else output)
+    def _keep(self, layer: int | tuple[str, int], module: nn.Module, states_of: Callable) -> None:
+        def keep(module, arguments, named, output) -> None:
+            if not self.captured or layer in self.captured[-1]:
+                self.captured.append({})
+            self.captured[-1][layer] = states_of(arguments, named, output).flatten(2)
 
-        return keep
-
-    def _keep_input(self, module, arguments, named) -> None:
-        self._add(0, arguments[0] if arguments else named["hidden_states"])
+        module.register_forward_hook(keep, with_kwargs=True)
 
     def _keep_rotation(self, module, arguments, named) -> None:
         self.rotation = named["position_embeddings"]
-
-    def _keep_keys(self, layer: int, attention: nn.Module) -> Callable:
-        rotate = sys.modules[type(attention).__module__].apply_rotary_pos_emb
-
-        def keep(module, arguments, output) -> None:
-            self._add(("key", layer), rotate(output, *self.rotation, unsqueeze_dim=2))
-
-        return keep
-
-    def _add(self, layer: int | tuple[str, int], states: torch.Tensor) -> None:
-        if not self.captured or layer in self.captured[-1]:
-            self.captured.append({})
-        self.captured[-1][layer] = states.flatten(2)
 
     def take(self) -> torch.Tensor:
         """Returns the states of all passes since the last call, `(rows, tokens, width)`, layers side by side."""
@@ -68,6 +52,14 @@ class HiddenStates:
             # A prefill may leave out all tokens but the last in layers that share keys: these have zeros.
             passes.append(torch.cat([pad(one, (0, 0, longest - one.shape[1], 0)) for one in states], dim=-1))
         return passes[0] if len(passes) == 1 else torch.cat(passes, dim=1)
+
+
+def _input_of(arguments: tuple, named: dict, output) -> torch.Tensor:
+    return arguments[0] if arguments else named["hidden_states"]
+
+
+def _output_of(arguments: tuple, named: dict, output) -> torch.Tensor:
+    return output[0] if isinstance(output, (tuple, list)) else output
 
 
 def hooked_modules(model: PreTrainedModel, layers: Sequence[int], keys: Sequence[int] = ()) -> list[nn.Module]:

@@ -93,11 +93,8 @@ def _keep_packed_alone(
     users = Counter(id(one) for module in model.modules() for one in module._parameters.values())
     tokens = torch.arange(FOR_TOKENS, device=model.device)[None] % model.get_input_embeddings().weight.shape[0]
     called = set()
-
-    def noticed(module: nn.Module) -> Callable:
-        return lambda *inputs: called.add(module) or forwards[module](*inputs)
-
-    view, _ = view_of(model, forwards={module: noticed(module) for module in forwards})
+    noticed = {one: lambda *inputs, one=one: called.add(one) or forwards[one](*inputs) for one in forwards}
+    view, _ = view_of(model, forwards=noticed)
     expected = view(input_ids=tokens, use_cache=False).logits
     own = {module: weights[module] for module in called if all(users[id(one)] == 1 for one in weights[module])}
     kept = [(module, weight, weight.data) for module in own for weight in own[module]]

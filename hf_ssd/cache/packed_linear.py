@@ -3,7 +3,7 @@ Weights of linear layers that are packed once, by oneDNN's own operations. torch
 with more than one token, which takes longer than the product.
 """
 
-import time
+import timeit
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -126,10 +126,5 @@ def _timed(
     call: Callable, states: torch.Tensor, weights: list[torch.Tensor], bias: torch.Tensor | None
 ) -> tuple[float, torch.Tensor]:
     """Returns the shortest of three times for all weights, after a call that is not timed, and the first's result."""
-    result, times = call(states, weights[0], bias), []
-    for _ in range(3):
-        start = time.perf_counter()
-        for weight in weights:
-            call(states, weight, bias)
-        times.append(time.perf_counter() - start)
-    return min(times), result
+    result = call(states, weights[0], bias)
+    return min(timeit.repeat(lambda: [call(states, weight, bias) for weight in weights], number=1, repeat=3)), result

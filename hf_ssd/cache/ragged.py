@@ -150,7 +150,7 @@ class RaggedCache(DynamicCache):
             for layer in self.ragged:
                 layer.width = columns.start
 
-    def leave_out(self, finished: list[bool], fewest: int = 1) -> None:
+    def leave_out(self, finished: list[bool], fewest: int) -> None:
         """Leaves finished rows out of the forward passes, which keep at least `fewest` rows."""
         rows = list(range(len(finished))) if self.rows is None else self.rows
         count = max(fewest, sum(not finished[row] for row in rows))

@@ -13,11 +13,12 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..devices import from_host
-from .cached_model import CachedModel, is_mamba
+from .cached_model import CachedModel
 from .graphs import are_wanted, power_of_two
 from .recurrent_cache import RecurrentCache, ragged_copy
 from .row_store import RowStore
 from .support import empty_cache
+from .view import is_mamba
 
 # Tokens fed again, of all rows together, that take about as long as a pass of their own; docs/design.md says more.
 WORTH_A_PASS = 128
@@ -104,12 +105,12 @@ class RecurrentModel(CachedModel):
         branches = self.cache.branches
         if branches > 1:  # rows of a batch, whose single tokens stand in `inputs` as tokens of one row
             inputs = {name: _of_branches(value, branches) for name, value in inputs.items()}
-        tokens = inputs["input_ids"].shape[1]
+        tokens, is_prefill = inputs["input_ids"].shape[1], self.reads_prompts or not self.cache.storage
         # transformers pads tokens to a chunk, which only groups the arithmetic, and bounds Mamba-2's step sizes only
         # where it computes several tokens at once: in plain generation those of the prompts.
         for layer, (size, limit) in self.of_mamba.items():
             layer.chunk_size = min(size, max(SHORTEST_CHUNK, power_of_two(tokens)))
-            layer.time_step_limit = limit if not self.cache.storage or self.reads_prompts else (0.0, math.inf)
+            layer.time_step_limit = limit if is_prefill else (0.0, math.inf)
         logits = super().run(inputs, logits_to_keep)
         return logits if branches == 1 else logits.view(-1, branches, logits.shape[-1])
 

@@ -18,7 +18,6 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "
 
 def view_of(
     model: PreTrainedModel,
-    is_changed: Callable[[nn.Module], bool] = lambda module: False,  # whether the view needs a copy of a module
     hooked: Collection[nn.Module] = (),  # modules whose copies have hooks of their own beside the model's
     forwards: Mapping[nn.Module, Callable] = {},  # of the copies of some modules
 ) -> tuple[PreTrainedModel, list[PreTrainedConfig]]:
@@ -35,7 +34,7 @@ def view_of(
         attributes = vars(module)
         own = [one for one in map(attributes.get, attributes.keys() - OF_TORCH) if isinstance(one, PreTrainedConfig)]
         # A rotary embedding changes its buffers and attributes together, so it stays one.
-        is_own = module is model or module in hooked or module in forwards or is_changed(module)
+        is_own = module is model or module in hooked or module in forwards or is_mamba(module)
         needed[module] = is_own
         if is_own or module._compiled_call_impl is None:  # a part that is compiled by itself stays compiled
             for config in own:
@@ -65,6 +64,11 @@ def view_of(
         if module in forwards:
             view["forward"] = forwards[module]
     return copies[id(model)], of_view
+
+
+def is_mamba(module: nn.Module) -> bool:
+    """Whether a module is a Mamba-2 layer, whose settings passes of recurrent models change in their view."""
+    return "time_step_limit" in vars(module) and "chunk_size" in vars(module)
 
 
 def _add(config: PreTrainedConfig, configs: dict[int, PreTrainedConfig]) -> None:
