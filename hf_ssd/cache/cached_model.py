@@ -45,6 +45,8 @@ class CachedModel:
         self.hidden_states = hidden_states
         # The hidden states (batch_size, new_tokens, width) of the tokens that were fed last; zeros for rows left out.
         self.features: torch.Tensor | None = None
+        # Of a row that is to join: how many tokens were read, and their features (tokens, width) in parts.
+        self.length, self.features_read = 0, []
         self.valid = None if valid is None or valid.all() else valid
         self.device, self.dtype = devices.of_model(model), model.dtype
         self.layout = attention_layout(model)
@@ -152,11 +154,30 @@ class CachedModel:
         return places, width
 
     def of_one_row(self) -> "CachedModel":
-        """Returns the same model with an empty cache, to read the text of a row that is to join these rows."""
+        """Returns the same model with an empty cache, to read the text of a row that is to join, piece by piece."""
         return CachedModel(self.model, RaggedCache(), **self._of_one_row())
 
     def _of_one_row(self) -> dict:
         return {"column_limit": self.column_limit, "view": self.view, "hidden_states": self.hidden_states}
+
+    def begin_with(self, cache: RaggedCache, tokens: list[int]) -> None:
+        """Lets the row begin with a cache of one row, which has read these first tokens of its text."""
+        self.cache, self.length = cache, len(tokens)
+
+    def read(self, tokens: torch.LongTensor) -> None:
+        """Reads the next tokens `(count,)` of the row's text."""
+        if len(tokens):
+            self._read(tokens[None].to(self.device))
+            self.length += len(tokens)
+            if self.features is not None:
+                self.features_read.append(self.features[0])
+
+    def _read(self, tokens: torch.LongTensor) -> None:
+        self.extend(tokens, [self.length], torch.zeros(1, dtype=torch.long, device=self.device))
+
+    def take_row(self, row: int, other: "CachedModel") -> None:
+        """Takes the row that another model has read, in the place of a row that is left out."""
+        self.cache.take_row(row, other.cache)
 
     def reusable(self, row: int, count: int) -> int:
         """Returns how many of a row's first `count` columns, which are in the cache, another row may begin with."""
@@ -165,18 +186,6 @@ class CachedModel:
     def of_row(self, row: int, count: int) -> RaggedCache:
         """Returns a cache of one row with the first `count` columns of a row, a number that is `reusable`."""
         return self.cache.of_row(row, count)
-
-    def begin_with(self, cache: RaggedCache, tokens: torch.LongTensor) -> None:
-        """Lets the only row begin with the columns of another cache, which has read these `tokens` `(count,)`."""
-        self.cache = cache
-
-    def read(self, tokens: torch.LongTensor, length: int) -> None:
-        """Feeds the next tokens `(1, count)` of the only row after its first `length` columns."""
-        self.extend(tokens, [length], torch.zeros(1, dtype=torch.long, device=self.device))
-
-    def take_row(self, row: int, other: "CachedModel", length: int) -> None:
-        """Takes the only row of another model, which has read `length` tokens, as a row that was left out."""
-        self.cache.take_row(row, other.cache)
 
     def finish(self, output: torch.LongTensor, fed: list[int], columns_before: int) -> None:
         """
@@ -268,31 +277,6 @@ class CachedModel:
             lengths[f"max_length_{name}"] = end
             lengths[f"cu_seq_lens_{name}"] = torch.arange(0, 2 * end, end, dtype=torch.int32, device=self.device)
         return lengths
-
-
-class JoiningRow:
-    """A row that joins the rows of `decoder`, whose text is read in a cache of its own, piece by piece."""
-
-    def __init__(self, decoder: CachedModel):
-        self.decoder, self.length, self.alone = decoder, 0, decoder.of_one_row()
-        self.features: list[torch.Tensor] = []  # `(tokens, width)` of the tokens read, if the decoder keeps features
-
-    def begin_with(self, cache: RaggedCache, tokens: list[int]) -> None:
-        """Takes a cache of one row, which has read these first tokens of the text."""
-        self.length = len(tokens)
-        self.alone.begin_with(cache, torch.tensor(tokens, device=self.decoder.device))
-
-    def read(self, tokens: torch.LongTensor) -> None:
-        """Reads the next tokens `(count,)` of the text."""
-        if len(tokens):
-            self.alone.read(tokens[None].to(self.decoder.device), self.length)
-            self.length += len(tokens)
-            if self.alone.features is not None:
-                self.features.append(self.alone.features[0])
-
-    def join(self, row: int) -> None:
-        """Takes the place of a row that is left out."""
-        self.decoder.take_row(row, self.alone, self.length)
 
 
 def view_for_passes(

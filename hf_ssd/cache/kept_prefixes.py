@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from .. import devices
 from .attached import attached_to, values_of
-from .cached_model import CachedModel, JoiningRow
+from .cached_model import CachedModel
 from .ragged import RaggedCache
 
 WORTH_KEEPING = 64  # tokens that a row must share with another text before their columns are copied
@@ -64,9 +64,9 @@ class KeptPrefixes:
         """Returns how many first tokens need not be read. `live` has, by row, the tokens in the decoder's cache."""
         return self._longest(tokens, decoder, live)[0]
 
-    def reader(self, tokens: list[int], decoder: CachedModel, live: Mapping[int, list[int]]) -> JoiningRow:
+    def reader(self, tokens: list[int], decoder: CachedModel, live: Mapping[int, list[int]]) -> CachedModel:
         """Returns a row that is to join with a text that begins with `tokens`, and has read as many as are known."""
-        reader = JoiningRow(decoder)
+        reader = decoder.of_one_row()
         count, source = self._longest(tokens, decoder, live)
         if isinstance(source, KeptText):
             self.texts.sort(key=lambda text: text is source)  # now last in order

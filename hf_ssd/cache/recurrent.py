@@ -130,19 +130,19 @@ class RecurrentModel(CachedModel):
 
     def begin_with(self, cache, tokens):
         super().begin_with(cache, tokens)
-        self.tokens.write(tokens[None], [0])
+        self.tokens.put(0, 0, from_host(tokens, self.device))
         self.states = [{len(tokens): (cache.current_states(), 0)}]
 
-    def read(self, tokens, length):
-        self.tokens.write(tokens, [length])
-        end = length + tokens.shape[1]
-        self._feed([length], tokens.shape[1], [end], torch.zeros(1, dtype=torch.long))
+    def _read(self, tokens):
+        self.tokens.write(tokens, [self.length])
+        end = self.length + tokens.shape[1]
+        self._feed([self.length], tokens.shape[1], [end], torch.zeros(1, dtype=torch.long))
         self.forget(0, end, end)
 
-    def take_row(self, row, other, length):
-        super().take_row(row, other, length)
-        self.states[row] = {length: other.states[0][length]}
-        self.tokens.put(row, 0, other.tokens.values[0, :length])
+    def take_row(self, row, other):
+        super().take_row(row, other)
+        self.states[row] = {other.length: other.states[0][other.length]}
+        self.tokens.put(row, 0, other.tokens.values[0, : other.length])
 
     def finish(self, output, fed, columns_before):
         rows, last = list(range(len(output))), columns_before + output.shape[1] - 1

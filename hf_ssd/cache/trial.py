@@ -11,13 +11,7 @@ from .attached import Attached, active_adapters, attached_to, describe
 from .compiled import uncompiled
 from .readings import PROMPT, logits_alone, read, texts_for
 from .recurrent import WORTH_A_PASS, NoState
-from .support import (
-    FLOAT32_TOLERANCE,
-    LOW_PRECISION_TOLERANCE,
-    MASKED_ATTENTION,
-    attention_layout,
-    is_flash_attention,
-)
+from .support import FLOAT32_TOLERANCE, LOW_PRECISION_TOLERANCE, MASKED_ATTENTION, attention_layout, is_flash_attention
 
 DRAFTED = 2  # tokens that are verified after the prompt, in a model without parts that its user has attached
 # In low precision most of so many positions side by side must be the same. Passes of the trial have MORE tokens than

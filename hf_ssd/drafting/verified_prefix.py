@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from .. import devices
 from ..cache.branches import Branches, extend_with_branches
-from ..cache.cached_model import CachedModel, JoiningRow
+from ..cache.cached_model import CachedModel
 from ..cache.kept_prefixes import WORTH_KEEPING, KeptPrefixes
 from ..cache.passes import cached_model
 from ..cache.ragged import RaggedCache
@@ -59,7 +59,7 @@ class VerifiedPrefix:
         if earlier is not None and continues is None:
             earlier.decoder.close()
         self.decoder = self._decoder(model, continues, column_limit=column_limit, **options)
-        self.joining: dict[int, JoiningRow | None] = {}  # rows whose text is being read, or comes next
+        self.joining: dict[int, CachedModel | None] = {}  # rows whose text is being read, or comes next
         self.rows_join = not any(self.lengths)
         self.kept = KeptPrefixes()
         if self.rows_join:
@@ -94,8 +94,7 @@ class VerifiedPrefix:
 
     @staticmethod
     def _append(store: RowStore, ends: list[int], row: int, text: torch.LongTensor) -> None:
-        store.reserve(ends[row] + len(text))
-        store.values[row, ends[row] : ends[row] + len(text)] = text
+        store.put(row, ends[row], text)
         ends[row] += len(text)
 
     def _read(self, row: int, is_all: bool) -> None:
@@ -107,7 +106,7 @@ class VerifiedPrefix:
             reader = self.joining[row] = self.kept.reader(text, self.decoder, live)
         reader.read(self._inputs_of(row, slice(reader.length, end)))
         if is_all:
-            reader.join(row)
+            self.decoder.take_row(row, reader)
             del self.joining[row]
             self.fed[row] = reader.length
 

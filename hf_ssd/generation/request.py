@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from .. import devices
-from ..cache.cached_model import JoiningRow
+from ..cache.cached_model import CachedModel
 from .api import SSDGenerationMixin, move_stop_strings
 from .checks import check_generation, check_row
 from .deciding import CallRows
@@ -32,7 +32,7 @@ class Request(CallRows):
         self.row = -1  # once it has a place, and a `target`
         self.read = 0  # tokens of the prompt that the target has read
         self.known = 0  # of these, whose columns are copies
-        self.reader: JoiningRow | None = None
+        self.reader: CachedModel | None = None
         self.following: torch.LongTensor | None = None  # what is verified, see [`Sequences.propose`]
         self.output: torch.LongTensor | None = None
         self.error: BaseException | None = None

@@ -6,7 +6,7 @@ from transformers import DynamicCache
 
 from .. import devices
 from ..cache.cache_name import CACHE, cache_argument
-from ..cache.cached_model import CachedModel, JoiningRow, view_for_passes
+from ..cache.cached_model import CachedModel, view_for_passes
 from ..cache.compiled import uncompiled
 from ..cache.hidden_states import HiddenStates, hooked_modules
 from ..cache.passes import cached_model
@@ -52,12 +52,12 @@ class Target:
         if self.hidden_states is not None:
             self.states = Features(torch.zeros(rows, 0, width, dtype=self.model.dtype, device=device), None, 0)
 
-    def take_row(self, row: int, reader: JoiningRow, padding: int) -> None:
+    def take_row(self, row: int, reader: CachedModel, padding: int) -> None:
         """Lets a row that was left out join, with the features of the text that was read."""
-        reader.join(row)
+        self.decoder.take_row(row, reader)
         self.columns_before_ids[row] = -padding
         if self.states is not None:
-            self.states.take_row(row, reader.features)
+            self.states.take_row(row, reader.features_read)
 
     def prefill(self, settings: Settings, input_ids: torch.LongTensor, model_kwargs: dict) -> torch.Tensor:
         """
