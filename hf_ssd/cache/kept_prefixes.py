@@ -2,7 +2,7 @@
 
 import os.path
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -16,15 +16,12 @@ WORTH_KEEPING = 64  # tokens that a row must share with another text before thei
 AUTO, SHARE, MOST = -1, 8, 8 * 2**30  # "auto": a SHARE-th of the free memory, at most so many bytes
 
 
-@dataclass
-class KeptText:
+class KeptText(NamedTuple):
     """A text that has ended, with a cache of one row that holds exactly its columns."""
 
     tokens: list[int]
     cache: RaggedCache
-
-    def __post_init__(self):
-        self.nbytes = self.cache.nbytes
+    nbytes: int
 
     def shared(self, tokens: list[int]) -> int:
         """Returns how many first tokens a text has in common with this one. A recurrent state serves as a whole."""
@@ -101,7 +98,8 @@ class KeptPrefixes:
         self.texts = [text for text in self.texts if text.tokens != tokens[: len(text.tokens) if can_be_cut else None]]
         self._keep_to(limit - size)
         try:
-            self.texts.append(KeptText(tokens, decoder.of_row(row, count)))
+            cache = decoder.of_row(row, count)
+            self.texts.append(KeptText(tokens, cache, cache.nbytes))
         except torch.OutOfMemoryError:  # nobody needs what is kept
             self.texts.clear()
         self._keep_to(limit)
