@@ -21,9 +21,10 @@ class RaggedLayer(DynamicLayer):
     because masked values must be finite too. A layer does not refer to its cache, which would be a cycle of memory.
     """
 
-    def __init__(self, count: int | None = None):
+    def __init__(self, count: int | None = None, rows: int | None = None):
         super().__init__()
-        self.count = count  # rows; by default those of the first pass
+        self.count = count  # rows of the storage; by default those of the first pass
+        self.rows = rows  # first rows of the storage, which passes compute; by default all
         self.width = 0  # columns in use
         # The keys by which sparse attention chooses a query's columns, stored as those of one head, without values.
         self.indexer: RaggedLayer | None = None
@@ -36,7 +37,7 @@ class RaggedLayer(DynamicLayer):
             states.new_zeros((rows, states.shape[1], 0, states.shape[3])) for states in (key_states, value_states)
         )
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, placement=None, rows=None):
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, placement=None):
         """Writes the new columns where `placement` says, or at the end, and returns all columns that are seen."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -45,7 +46,7 @@ class RaggedLayer(DynamicLayer):
         if self.window is None:
             self.width = width
             self._reserve(width)
-        keys, values = self.window or self._view(width, rows)
+        keys, values = self.window or self._view(width)
         for storage, states in ((keys, key_states), (values, value_states)):
             if columns is None:
                 storage.narrow(2, start, count).copy_(states)
@@ -54,23 +55,23 @@ class RaggedLayer(DynamicLayer):
                 storage[rows, :, columns.to(storage.device)] = states.transpose(1, 2)
         return keys, values
 
-    def update_indexer(self, keys: torch.Tensor, placement=None, rows=None) -> torch.Tensor:
+    def update_indexer(self, keys: torch.Tensor, placement=None) -> torch.Tensor:
         """Writes new keys `(rows, new_tokens, head_dim)` of the indexer, and returns those that are seen."""
         if self.indexer is None:
-            self.indexer = RaggedLayer(self.count)
+            self.indexer = RaggedLayer(self.count, self.rows)
         keys = keys.unsqueeze(1)
-        return self.indexer.update(keys, keys[..., :0], placement, rows)[0].squeeze(1)
+        return self.indexer.update(keys, keys[..., :0], placement)[0].squeeze(1)
 
     def open_window(self, width: int | None, rows: int | None) -> None:
-        self.window = None
+        self.rows, self.window = rows, None
         if width is not None:
             self._reserve(width + 1)  # never all columns: torch.compile treats a view of the whole differently
-            self.window = self._view(width, rows)
+            self.window = self._view(width)
 
     def take_row(self, place: int, theirs: "RaggedLayer") -> None:
         """Copies the only row of another layer to a place of this one."""
         if theirs.indexer is not None:
-            self.indexer = self.indexer or RaggedLayer(self.count)
+            self.indexer = self.indexer or RaggedLayer(self.count, self.rows)
             self.indexer.take_row(place, theirs.indexer)
         if not theirs.is_initialized:
             return
@@ -85,7 +86,7 @@ class RaggedLayer(DynamicLayer):
     def of_row(self, place: int, width: int) -> "RaggedLayer":
         """Returns a layer of one row, with copies of the first `width` columns of the row that stands at `place`."""
         copied = copy.copy(self)
-        copied.count = copied.window = None
+        copied.count = copied.rows = copied.window = None
         if self.indexer is not None:
             copied.indexer = self.indexer.of_row(place, width)
         if self.is_initialized:
@@ -94,9 +95,8 @@ class RaggedLayer(DynamicLayer):
             copied.width = width
         return copied
 
-    def _view(self, width: int, rows: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-        count = len(self.keys) if rows is None else rows
-        return self.keys[:count, :, :width], self.values[:count, :, :width]
+    def _view(self, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.keys[: self.rows, :, :width], self.values[: self.rows, :, :width]
 
     def _reserve(self, width: int) -> None:
         capacity = self.keys.shape[2]
@@ -253,19 +253,15 @@ class RaggedCache(DynamicCache):
             layer.open_window(self.window, self.rows and len(self.rows))
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
-        return self._layer(layer_idx).update(key_states, value_states, *self._place_and_rows())
+        return self._layer(layer_idx).update(key_states, value_states, self.placement)
 
     def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
-        return self._layer(layer_idx).update_indexer(indexer_key_states, *self._place_and_rows())
+        return self._layer(layer_idx).update_indexer(indexer_key_states, self.placement)
 
     def _layer(self, index: int) -> RaggedLayer:
         while len(self.layers) <= index:
-            self.layers.append(RaggedLayer(self.count))
+            self.layers.append(RaggedLayer(self.count, self.rows and len(self.rows)))
         return self.layers[index]
-
-    def _place_and_rows(self) -> tuple[tuple[torch.LongTensor, int] | None, int | None]:
-        # A window already has the right rows. A compiled forward pass would be recompiled when the number changes.
-        return self.placement, self.rows and len(self.rows) if self.window is None else None
 
     def copy_columns(self, cache: Cache) -> None:
         """Copies the columns of a cache of transformers. Those that a sliding layer dropped are zeros."""

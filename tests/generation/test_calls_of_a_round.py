@@ -17,7 +17,7 @@ from ..helpers.tiny import padded_batch
 PACKAGE = Path(hf_ssd.__file__).parent
 MOST = 75
 POLLS = ("_let_others_run",)
-OF_EACH_LAYER = ("update", "_reserve", "_view", "_rows_seen", "for_groups", "aligned", "_layer", "_place_and_rows")
+OF_EACH_LAYER = ("update", "_reserve", "_view", "for_groups", "aligned", "_layer")
 FILES_OF_LAYERS = ("attention", "packed", "packed_linear", "packed_experts")
 
 
