@@ -161,17 +161,14 @@ class RaggedCache(DynamicCache):
         staying = [place for place in range(count, len(rows)) if not finished[rows[place]]]
         for one, other in zip(free, staying):  # moves as few rows as possible
             order[one], order[other] = order[other], order[one]
-        self._arrange(before, order)
-        self.rows, self.left_out = order[:count], order[count:]
-        self._reopen()
+        self._arrange(before, order, count)
 
     def take_back(self) -> None:
         """Moves all rows back to their original places, and leaves none of them out."""
         if self.rows is not None:
             before = self.rows + self.left_out
-            self._arrange(before, sorted(before))
-            self.rows, self.left_out = None, []
-            self._reopen()
+            self._arrange(before, sorted(before), len(before))
+            self.rows = None
 
     @property
     def bytes_of_a_column(self) -> int:  # of one row
@@ -212,12 +209,14 @@ class RaggedCache(DynamicCache):
         ]
         return copied
 
-    def _arrange(self, before: list[int], order: list[int]) -> None:
-        """Moves rows from the order `before` into the order `order`."""
+    def _arrange(self, before: list[int], order: list[int], count: int) -> None:
+        """Moves rows from the order `before` into another one, of which passes compute the first `count`."""
         places = [place for place, row in enumerate(order) if before[place] != row]
         rows = [before.index(order[place]) for place in places]
         for one, to, source in self._indexed(places, rows):
             one[to] = one[source]
+        self.rows, self.left_out = order[:count], order[count:]
+        self._reopen()
 
     def _indexed(self, *indices: list[int]) -> Iterator[tuple[torch.Tensor, ...]]:
         """Yields the storage of each layer with these indices on its device, if there are any."""

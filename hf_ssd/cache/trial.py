@@ -1,5 +1,4 @@
-"""The trial of a model before its first call: a few small passes show whether it gives a token the same logits beside
-other tokens and rows, where only a mask and positions say what it sees, as alone, where plain generation feeds it."""
+"""The trial of a model before its first call: whether a token has the same logits beside other tokens as alone."""
 
 import weakref
 
