@@ -189,10 +189,12 @@ def test_coupled_texts_are_those_of_single_passes(small, case):
     check_coupled(small, case)
 
 
-def test_noise_of_rounds_is_noticed(small, case, monkeypatch):
+def test_noise_of_rounds_is_noticed(monkeypatch):
+    case = DRAFTERS["autoregressive"]
+    target = hf_ssd.enable(case.target())
     noise_of_rounds(monkeypatch)
     with pytest.raises(AssertionError):
-        check_coupled(small, case)
+        check_coupled(target, ("autoregressive", case, case.draft(target, 0.12)))
 
 
 @pytest.mark.slow
