@@ -5,9 +5,9 @@
     python examples/first_calls.py --pair folder --processes 2
 
 Each process is a new one, knows nothing of the pair, and has a worker that is ready. It makes three calls with each
-method, one after the other with the same prompt; the target has the same cores in all of them. The speeds of the three
-calls together are compared, and the medians of the processes printed. Eight plain tokens come before, because whoever
-comes first pays for what torch does once. With `--pair`, a folder with the folders `target` and `draft`, prompts are
+method, one after the other with the same prompt and on all cores. The speeds of the three calls together are compared,
+and the medians of the processes printed. Eight plain tokens come before, because whoever comes first pays for what torch
+does once. With `--pair`, a folder with the folders `target` and `draft`, prompts are
 questions and tasks that `prompt_kinds.py` holds out; models that are made here get random tokens.
 """
 
@@ -29,7 +29,6 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 import hf_ssd
-from hf_ssd.distributed.cores import use_cores
 
 CALLS, PROMPT_LENGTH, ASSISTANT_TOKENS = 3, 32, (3, 5, 8)
 LONGEST = 3600  # seconds of a process
@@ -64,9 +63,7 @@ def measure(folder: Path, dtype: str, is_real: bool, new_tokens: int, seed: int)
     with hf_ssd.launch_draft(draft) as assistant:
         methods = {"SSD": {"assistant_model": assistant, "ssd_config": hf_ssd.SSDConfig()}, "plain": {}}
         methods |= {f"assisted, K = {k}": {"assistant_model": draft, "k": k} for k in ASSISTANT_TOKENS}
-        target_cores = assistant.cores.target if assistant.cores else None
-        with use_cores(target_cores):
-            target.generate(prompts[0], attention_mask=torch.ones_like(prompts[0]), max_new_tokens=8, do_sample=False)
+        target.generate(prompts[0], attention_mask=torch.ones_like(prompts[0]), max_new_tokens=8, do_sample=False)
         for prompt in prompts:
             for name, method in methods.items():
                 arguments = dict(method)
@@ -74,16 +71,10 @@ def measure(folder: Path, dtype: str, is_real: bool, new_tokens: int, seed: int)
                     draft.generation_config.num_assistant_tokens = arguments.pop("k")
                     draft.generation_config.num_assistant_tokens_schedule = "constant"
                     draft.generation_config.assistant_confidence_threshold = 0.0
-                with use_cores(target_cores):
-                    start = time.perf_counter()
-                    output = target.generate(
-                        prompt,
-                        attention_mask=torch.ones_like(prompt),
-                        return_dict_in_generate=True,
-                        **options,
-                        **arguments,
-                    )
-                    seconds.setdefault(name, []).append(time.perf_counter() - start)
+                arguments |= {"attention_mask": torch.ones_like(prompt), "return_dict_in_generate": True, **options}
+                start = time.perf_counter()
+                output = target.generate(prompt, **arguments)
+                seconds.setdefault(name, []).append(time.perf_counter() - start)
                 if name == "SSD":
                     reasons.append(output.ssd_stats.reason)
     return {"seconds": seconds, "reasons": reasons}
