@@ -5,10 +5,10 @@
     python examples/first_calls.py --pair folder --processes 2
 
 Each process is a new one, knows nothing of the pair, and has a worker that is ready. It makes three calls with each
-method, one after the other with the same prompt and on all cores. The speeds of the three calls together are compared,
-and the medians of the processes printed. Eight plain tokens come before, because whoever comes first pays for what torch
-does once. With `--pair`, a folder with the folders `target` and `draft`, prompts are
-questions and tasks that `prompt_kinds.py` holds out; models that are made here get random tokens.
+method, one after the other with the same prompt and on all cores. The speeds of the three calls together are
+compared, and the medians of the processes printed. Eight plain tokens come before, because whoever comes first pays
+for what torch does once. With `--pair`, a folder with the folders `target` and `draft`, prompts are questions and
+tasks that `prompt_kinds.py` holds out; models that are made here get random tokens.
 """
 
 import argparse
