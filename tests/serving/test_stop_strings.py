@@ -123,7 +123,7 @@ def test_streamed_and_whole_answers_agree_however_the_text_is_cut_into_tokens(pi
 
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
 def test_reasoning_ends_before_a_stop_string_and_is_sent_before_the_content(is_streamed):
-    pieces = [("reasoning_content", "think"), ("reasoning_content", "a"), ("content", "b"), ("content", "c")]
+    pieces = [("thinking", "think"), ("thinking", "a"), ("content", "b"), ("content", "c")]
     found = sent(pieces, ["ab"], is_streamed)
     expected = [("ReasoningText", "think"), ("ReasoningText", "a"), ("str", "b"), ("str", "c")]
     assert found == (expected if is_streamed else [("ReasoningText", "thinka"), ("str", "bc")])
