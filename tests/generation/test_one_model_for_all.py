@@ -98,7 +98,9 @@ def test_an_interrupt_at_any_moment_leaves_the_model_as_it_was():
     chance, interrupted = random.Random(0), 0
     handler = signal.signal(signal.SIGALRM, interrupt)
     try:
-        for _ in range(24):
+        for _ in range(200):  # an interrupt of the draft ends the draft and not the call
+            if interrupted == 8:
+                break
             try:
                 signal.setitimer(signal.ITIMER_REAL, chance.uniform(0.05, 1) * seconds)
                 target.generate(prompt(0), **OPTIONS, **ssd)
@@ -109,7 +111,7 @@ def test_an_interrupt_at_any_moment_leaves_the_model_as_it_was():
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
-    assert interrupted > 5
+    assert interrupted == 8
     assert torch.equal(target.generate(prompt(0), **OPTIONS, **ssd), expected)
 
 
