@@ -285,7 +285,7 @@ def draw_saguaro(table: list[dict], axes) -> None:
     axes.set(xlim=(min(points[0]) - 0.15, None), title="A smaller C gives more hits and fewer accepted tokens (T = 1)")
 
 
-BY_Q_ALONE = {"bonus_noise": lambda *_: None, "luck": lambda _, rows, __, lookahead: torch.zeros(len(rows), lookahead)}
+BY_Q_ALONE = {"bonus_noise": lambda *_: None, "luck": lambda *_: 0.0}
 RULES = {  # settings, and whether the draft knows the random numbers of the target
     "ranked by q": ({}, False),
     "ranked by q / e": ({}, True),

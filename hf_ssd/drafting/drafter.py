@@ -5,13 +5,14 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import torch
 from torch.nn.functional import pad
 from transformers import GenerationConfig, PreTrainedModel
 
 from .. import devices
 from ..cache.support import attention_layout
-from ..config import SSDConfig
+from ..config import COUPLED, SSDConfig
 from ..devices import from_host
 from ..rounds import Plan, Speculation, padded
 from . import siblings
@@ -76,11 +77,11 @@ class Drafter(ABC):
         def ranked(sampler: DraftSampler, rows: list[int], logits, histories, lengths):
             scores = sampler.process(logits, histories, lengths)
             noise = sampler.bonus_noise(rows, starts, width)
-            noise = torch.ones_like(scores) if noise is None and is_mixed else noise
-            return scores, noise, sampler.luck(rows, starts, width - 1)
+            return scores, torch.ones_like(scores) if noise is None and is_mixed else noise
 
         of_rows = logits, self._histories(width, 0), self.prefix.ends(torch.arange(width))
-        scores, noise, luck = self._each(list(range(len(logits))), ranked, *of_rows)
+        scores, noise = self._each(list(range(len(logits))), ranked, *of_rows)
+        luck = None if self.sampler.config.verification == COUPLED else self._luck(starts, width - 1)
         return OutcomeCandidates.of(scores, logits, self.drafted, from_fallback, count, self.possible, noise, luck)
 
     @abstractmethod
@@ -156,6 +157,14 @@ class Drafter(ABC):
     def _logits(self, outputs: torch.Tensor) -> torch.Tensor:
         """Returns the target's logits for the outputs of passes."""
         return self.vocabulary.to_target(outputs).float()
+
+    def _luck(self, starts: list[int], lookahead: int) -> np.ndarray:
+        """Returns the luck of the drafted tokens of all rows. The speculation is settled, so it may be looked at."""
+        luck = np.zeros((len(starts), lookahead))
+        for sampler in {*self.samplers}:
+            rows = [row for row, other in enumerate(self.samplers) if other is sampler]
+            luck[rows] = sampler.luck(rows, starts, lookahead)
+        return luck
 
     def _each(self, rows: list[int], step: Callable, *of_rows: torch.Tensor | None) -> tuple:
         """Returns the tensors that `step(sampler, rows, *of_rows)` returns, taken for the rows of each sampler."""

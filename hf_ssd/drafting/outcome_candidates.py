@@ -53,14 +53,13 @@ class OutcomeCandidates:
         chances = ranking.softmax(dim=-1).gather(2, tokens)
         drawn_by = noisy if luck is None else scores
         of_drafted = drawn_by[:, :lookahead].softmax(dim=-1).gather(2, drafted[:, :, None])
-        luck = torch.zeros_like(of_drafted) if luck is None else luck[:, :, None]
-        of_drafted = pad(torch.cat([of_drafted, luck], dim=2), (0, 0, 0, 1))
+        of_drafted = pad(of_drafted, (0, 0, 0, 1))
         # A single transfer, because the host waits for the GPU in each. Tokens are below 2^24, so float32 holds them.
         found = torch.cat([tokens.float(), chances, of_drafted], dim=2).cpu().numpy()
         ranked, chances, of_drafted = np.split(found, [tokens.shape[2], 2 * tokens.shape[2]], axis=2)
         limits = [min(guesses, possible - (k < lookahead)) for k in range(lookahead + 1)]
-        of_drafted = of_drafted[:, :lookahead].transpose(2, 0, 1)
-        return cls(ranked.astype(np.int64), chances, *of_drafted, from_fallback, limits)
+        luck = np.zeros(drafted.shape) if luck is None else luck
+        return cls(ranked.astype(np.int64), chances, of_drafted[:, :lookahead, 0], luck, from_fallback, limits)
 
     def ranks(self, accepted: list[int], bonus: list[int]) -> list[int]:
         """Returns the rank of each row's bonus token among the guesses, from 0; -1 for no rank or a finished row."""

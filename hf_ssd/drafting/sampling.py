@@ -50,10 +50,9 @@ class SpeculationNoise:
         return self._at(BONUS, [[(row, starts[row], depth) for depth in range(counts)] for row in rows])
 
     def of_acceptance(self, rows: list[int], starts: list[int], lookahead: int) -> torch.Tensor:
-        """Returns the numbers `(len(rows), lookahead)` that decide whether the target accepts these rows' tokens."""
-        first, depths = self.first_row, range(lookahead)
-        at = [[places(ACCEPTANCE, row - first, starts[row], depth) for depth in depths] for row in rows]
-        return self.noise.uniform(devices.from_host(at, self.device))
+        """Returns the numbers `(len(rows), lookahead)`, on the CPU, with which the target accepts tokens."""
+        of_rows = torch.tensor([[row - self.first_row, starts[row]] for row in rows])
+        return self.noise.uniform(places(ACCEPTANCE, of_rows[:, :1], of_rows[:, 1:], torch.arange(lookahead)))
 
     def _at(self, purpose: int, of_rows: list[list[tuple[int, int, int]]]) -> torch.Tensor:
         place_of, first = self.noise.drawn_at, self.first_row
@@ -93,14 +92,13 @@ class DraftSampler:
         first_row: int = 0,
     ):
         self.config, self.num_workers, self.vocab_size = config, num_workers, vocab_size
-        self.device = devices.of_model(model)
         self.processors = draft_processors(model, generation_config, prompt_length)
         self.need_history = needs_history(self.processors)
         self.truncates = any(type(processor) is not TemperatureLogitsWarper for processor in self.processors)
         self.noise = None
         if generation_config.do_sample:
             noise = Noise(seed, vocab_size, config.verification == COUPLED)
-            self.noise = SpeculationNoise(noise, self.device, first_row)
+            self.noise = SpeculationNoise(noise, devices.of_model(model), first_row)
 
     def process(self, scores: torch.Tensor, histories: torch.LongTensor | None, lengths: torch.LongTensor):
         """
@@ -119,17 +117,12 @@ class DraftSampler:
         """
         return None if self.noise is None or self.config.saguaro_c != 1 else self.noise.of_bonus(rows, starts, counts)
 
-    def luck(self, rows: list[int], starts: list[int], lookahead: int) -> torch.Tensor | None:
+    def luck(self, rows: list[int], starts: list[int], lookahead: int) -> torch.Tensor | float:
         """
         Returns -log u - 1, `(len(rows), lookahead)`, for the numbers u with which the target accepts the tokens of
         speculations that begin at `starts`: those with u < p(x) / q(x). Its mean is 0, and it is 0 in greedy rows.
-        `None` in coupled calls, which have no such numbers.
         """
-        if self.config.verification == COUPLED:
-            return None
-        if self.noise is None:
-            return torch.zeros(len(rows), lookahead, device=self.device)
-        return -self.noise.of_acceptance(rows, starts, lookahead).log().float() - 1
+        return 0.0 if self.noise is None else -self.noise.of_acceptance(rows, starts, lookahead).log() - 1
 
     def draw(self, scores: torch.Tensor, noise: torch.Tensor | None, depth: int, plan: Plan):
         """
