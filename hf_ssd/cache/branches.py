@@ -17,6 +17,12 @@ class Branches:
     def __init__(self, decoder: CachedModel, forks: torch.LongTensor, base: int, depth: int):
         forks = decoder.computed(forks)
         self.decoder, self.base, self.depth, self.count = decoder, base, 0, forks.shape[1]
+        # Columns and positions of all depths, `(depth, 2, rows, N)`, in one transfer.
+        branches, depths = (torch.arange(n, device=forks.device) for n in (self.count, depth))
+        grown = forks + depths[:, None, None]
+        columns = (base + depths[:, None] * self.count + branches)[:, None].expand_as(grown)
+        positions = decoder.positions(grown.transpose(0, 1)).transpose(0, 1)
+        self.places = from_host(torch.stack([columns, positions], dim=1), decoder.device)
         # What each branch sees, and the positions of these columns: `(rows, N, columns)`, for all depths.
         width = decoder.columns_seen(base + depth * self.count, self.count)
         self.ends = from_host(forks, decoder.device)
@@ -24,16 +30,20 @@ class Branches:
         column = torch.arange(width, device=decoder.device)
         own = self.ends[:, :, None] + (column - base).div(self.count, rounding_mode="floor")
         self.of_columns = torch.where(column < base, column, own)
+        # Where all layers see alike, one mask is made for all depths.
+        self.mask = decoder.mask(self.allowed, self.ends, self.of_columns) if decoder.layout.window is None else None
 
     def grow(self, tokens: torch.LongTensor) -> torch.Tensor:
         """Feeds tokens `(batch_size, N)`, and returns raw logits `(batch_size, N, vocab_size)`."""
         start = self.base + self.depth * self.count
-        stop, window, ends = start + self.count, self.decoder.cache.window, self.ends + self.depth
-        columns = torch.arange(start, stop, device=ends.device).expand_as(ends)
-        places = torch.stack([columns, self.decoder.positions(ends)])
-        self.allowed[:, :, start:stop].diagonal(dim1=-2, dim2=-1).fill_(True)  # each branch sees its new column
-        allowed, of_columns = (one[..., : window or stop] for one in (self.allowed, self.of_columns))
-        mask = self.decoder.mask(allowed, ends, of_columns)
+        stop, window, places = start + self.count, self.decoder.cache.window, self.places[self.depth]
+        if self.mask is not None:  # each branch sees its new column
+            self.mask[:, 0, :, start:stop].diagonal(dim1=-2, dim2=-1).zero_()
+            mask = self.mask[..., : window or stop]
+        else:
+            self.allowed[:, :, start:stop].diagonal(dim1=-2, dim2=-1).fill_(True)
+            allowed, of_columns = (one[..., : window or stop] for one in (self.allowed, self.of_columns))
+            mask = self.decoder.mask(allowed, self.ends + self.depth, of_columns)
         self.decoder.cache.place(slice(start, stop) if window is None else places[0], stop)
         self.depth += 1
         return self.decoder.forward(self.decoder.computed(tokens), places, mask)
