@@ -45,7 +45,7 @@ def test_branches_that_see_each_other_are_noticed(monkeypatch):
     grow = Branches.grow
 
     def leaky(self, *arguments):
-        self.allowed[..., self.base :] = True
+        self.mask[..., self.base :] = 0
         return grow(self, *arguments)
 
     def acceptance_rate():
