@@ -23,15 +23,14 @@ class Branches:
         columns = (base + depths[:, None] * self.count + branches)[:, None].expand_as(grown)
         positions = decoder.positions(grown.transpose(0, 1)).transpose(0, 1)
         self.places = from_host(torch.stack([columns, positions], dim=1), decoder.device)
-        # What each branch sees, and the positions of these columns: `(rows, N, columns)`, for all depths.
         width = decoder.columns_seen(base + depth * self.count, self.count)
-        self.ends = from_host(forks, decoder.device)
-        self.allowed = masks.visible_up_to(self.ends - 1, width)
-        column = torch.arange(width, device=decoder.device)
-        own = self.ends[:, :, None] + (column - base).div(self.count, rounding_mode="floor")
-        self.of_columns = torch.where(column < base, column, own)
-        # Where all layers see alike, one mask is made for all depths.
-        self.mask = decoder.mask(self.allowed, self.ends, self.of_columns) if decoder.layout.window is None else None
+        self.ends, column = from_host(forks, decoder.device), torch.arange(width, device=decoder.device)
+        self.allowed = masks.visible_up_to(self.ends - 1, width)  # what each branch sees: `(rows, N, columns)`
+        if decoder.layout.window is None:  # all layers see alike, so that one mask serves at all depths
+            self.mask = decoder.mask(self.allowed, self.ends, column)
+        else:
+            own = self.ends[:, :, None] + (column - base).div(self.count, rounding_mode="floor")
+            self.mask, self.of_columns = None, torch.where(column < base, column, own)  # positions of the columns
 
     def grow(self, tokens: torch.LongTensor) -> torch.Tensor:
         """Feeds tokens `(batch_size, N)`, and returns raw logits `(batch_size, N, vocab_size)`."""
