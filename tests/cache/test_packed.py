@@ -190,10 +190,11 @@ def test_a_weight_that_changed_is_packed_anew(change):
 
 def test_a_packed_weight_that_is_stale_is_noticed(monkeypatch):
     """The mutants: neither addresses and versions nor values are looked at, or no values."""
-    monkeypatch.setattr(packed, "values_of", lambda weights: [(one.data_ptr(), one._version) for one in weights])
+    stale = packed._stale
+    monkeypatch.setattr(packed, "_samples", lambda weights: [torch.zeros(1)])
     with pytest.raises(AssertionError):
         test_a_weight_that_changed_is_packed_anew("through data")
-    monkeypatch.setattr(packed, "values_of", lambda weights: None)
+    monkeypatch.setattr(packed, "_stale", lambda found, of: [] if None not in found.values() else stale(found, of))
     with pytest.raises(AssertionError):
         test_a_weight_that_changed_is_packed_anew("in place")
 

@@ -184,12 +184,9 @@ def test_experts_that_changed_are_packed_anew(change):
 @pytest.mark.parametrize("change", ["through data", "one expert"])
 def test_experts_that_are_not_packed_anew_are_noticed(change, monkeypatch):
     """The mutants: no values are compared, or those of the first expert alone."""
-    values_of = packed.values_of
-    of = {
-        "through data": lambda weights: [weight._version for weight in weights],
-        "one expert": lambda weights: ([weight._version for weight in weights], values_of([weights[0].detach()[0]])),
-    }
-    monkeypatch.setattr(packed, "values_of", of[change])
+    samples = packed._samples
+    of = {"through data": lambda weights: [torch.zeros(1)], "one expert": lambda weights: samples([weights[0][0]])}
+    monkeypatch.setattr(packed, "_samples", of[change])
     with pytest.raises(AssertionError):
         test_experts_that_changed_are_packed_anew(change)
 
