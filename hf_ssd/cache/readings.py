@@ -58,10 +58,12 @@ def texts_for(model: PreTrainedModel, drafted: int, rows: int | None) -> Texts:
     return Texts(tokens, [PROMPT] * rows if rows else [PROMPT, far], far, rows or 1)
 
 
-def read(model: PreTrainedModel, texts: Texts, drafts: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
+def read(
+    model: PreTrainedModel, view: PreTrainedModel, texts: Texts, drafts: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
     """
     Returns logits `(compared, tokens, vocab_size)` of the texts alone, of the last tokens of the prompts beside other
-    rows, and of the tokens after them among others; and whether matrices were multiplied in low precision.
+    rows, and of the tokens after them among others, both by passes of a view; and whether matrices were multiplied in low precision.
     """
     is_recurrent = attention_layout(model).recurrent
     if drafts:
@@ -73,7 +75,7 @@ def read(model: PreTrainedModel, texts: Texts, drafts: bool) -> tuple[torch.Tens
     if is_recurrent or is_flash_attention(model):
         among_others = logits_of_branches if is_recurrent and drafts else logits_after_rejection
     with LowPrecision() as low_precision:
-        beside, masked = (logits[: texts.compared] for logits in among_others(model, texts))
+        beside, masked = (logits[: texts.compared] for logits in among_others(model, view, texts))
     return alone, beside, masked, low_precision.is_used
 
 
@@ -127,20 +129,24 @@ def logits_alone(model: PreTrainedModel, texts: Texts, prompt: int = PROMPT) -> 
     return _checked(logits, cache, tokens)
 
 
-def logits_beside_others(model: PreTrainedModel, texts: Texts) -> tuple[torch.Tensor, torch.Tensor]:
+def logits_beside_others(
+    model: PreTrainedModel, view: PreTrainedModel, texts: Texts
+) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Returns the logits of the prompts beside other rows, and those of the tokens after the prompts, which are verified
     after a hidden column in a cache that is much longer.
     """
     tokens = texts.tokens
-    decoder = CachedModel(model, RaggedCache(), column_limit=tokens.shape[1])
+    decoder = CachedModel(model, RaggedCache(), column_limit=tokens.shape[1], view=view)
     beside = decoder.extend(tokens[:, :PROMPT], [0] * len(tokens))
     forks, branch = torch.tensor(texts.columns, device=tokens.device)[:, None], tokens[:, None, PROMPT:]
     masked = extend_with_branches(decoder, tokens[:, :1], texts.columns, forks, branch, texts.width + 1)
     return beside, masked[:, 0]
 
 
-def logits_after_rejection(model: PreTrainedModel, texts: Texts) -> tuple[torch.Tensor, torch.Tensor]:
+def logits_after_rejection(
+    model: PreTrainedModel, view: PreTrainedModel, texts: Texts
+) -> tuple[torch.Tensor, torch.Tensor]:
     """
     [`logits_beside_others`] for recurrent layers, and for flash attention with one row: other tokens are verified first
     and rejected, then the tokens after the prompt, and all of these but the first again.
@@ -148,8 +154,8 @@ def logits_after_rejection(model: PreTrainedModel, texts: Texts) -> tuple[torch.
     rows = 1 if is_flash_attention(model) else len(texts.tokens)
     tokens, columns, cache = texts.tokens[:rows], texts.columns[:rows], ragged_copy(empty_cache(model))
     inputs = {"input_ids": tokens[:, :PROMPT], cache_argument(model): cache}
-    beside = model(**inputs, use_cache=True, return_dict=True).logits
-    decoder = cached_model(model, cache, column_limit=tokens.shape[1])
+    beside = view(**inputs, use_cache=True, return_dict=True).logits
+    decoder = cached_model(model, cache, column_limit=tokens.shape[1], view=view)
     if isinstance(decoder, RecurrentModel):
         decoder.states = [{column: states[PROMPT]} for column, states in zip(columns, decoder.states)]
     for new in (tokens[:, : texts.drafted], tokens[:, PROMPT:]):
@@ -158,13 +164,15 @@ def logits_after_rejection(model: PreTrainedModel, texts: Texts) -> tuple[torch.
     return beside, torch.cat([verified[:, :1], again], dim=1)
 
 
-def logits_of_branches(model: PreTrainedModel, texts: Texts) -> tuple[torch.Tensor, torch.Tensor]:
+def logits_of_branches(
+    model: PreTrainedModel, view: PreTrainedModel, texts: Texts
+) -> tuple[torch.Tensor, torch.Tensor]:
     """
     [`logits_beside_others`] for a draft with recurrent layers, which feeds a few tokens together, then others after
     their states. The tokens after the prompt are a branch beside another one.
     """
     tokens, device = texts.tokens, texts.tokens.device
-    decoder = RecurrentDraft(model, RowStore(tokens), column_limit=tokens.shape[1])
+    decoder = RecurrentDraft(model, RowStore(tokens), column_limit=tokens.shape[1], view=view)
     decoder.feed([FIRST, FIRST], 0, wanted=1)
     beside = decoder.feed([PROMPT - 1, PROMPT - 1], 1, wanted=2)
     forks = torch.full((2, 2), PROMPT, device=device)

@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 
 from .. import devices
 from .attached import Attached, active_adapters, attached_to, describe
+from .cached_model import view_for_passes
 from .compiled import uncompiled
 from .readings import PROMPT, logits_alone, read, texts_for
 from .recurrent import WORTH_A_PASS, NoState
@@ -21,7 +22,13 @@ KEPT = 8  # states in which a model has passed that are remembered
 _tried: "weakref.WeakKeyDictionary[PreTrainedModel, list[tuple]]" = weakref.WeakKeyDictionary()
 
 
-def check_supported(model: PreTrainedModel, drafts: bool = False, rows: int = 1, lookahead: int = DRAFTED) -> None:
+def check_supported(
+    model: PreTrainedModel,
+    drafts: bool = False,
+    rows: int = 1,
+    lookahead: int = DRAFTED,
+    pack_weights: bool | str = False,
+) -> None:
     """
     Raises `ValueError` if a model's cache cannot be rolled back, or it does not obey a 4D attention mask and explicit
     positions. The passes that test this run again when anything has changed that they depend on.
@@ -56,12 +63,15 @@ def check_supported(model: PreTrainedModel, drafts: bool = False, rows: int = 1,
         )
     if not reads_2d_masks or drafted > DRAFTED:
         with uncompiled(model):
-            _try(model, drafts, attached, drafted, rows)
+            view = view_for_passes(model, pack_weights=pack_weights)  # which takes half the time if they are packed
+            _try(model, view, drafts, attached, drafted, rows)
     _tried[model] = [*_tried.get(model, ()), state][-KEPT:]
 
 
 @torch.inference_mode()
-def _try(model: PreTrainedModel, drafts: bool, attached: Attached, drafted: int, rows: int | None) -> None:
+def _try(
+    model: PreTrainedModel, view: PreTrainedModel, drafts: bool, attached: Attached, drafted: int, rows: int | None
+) -> None:
     """Compares the logits of a short text that is read alone with its logits beside other tokens and rows."""
     name = type(model).__name__
     is_recurrent = attention_layout(model).recurrent
@@ -72,7 +82,7 @@ def _try(model: PreTrainedModel, drafts: bool, attached: Attached, drafted: int,
         "cannot verify or draft several tokens at once."
     )
     try:
-        alone, beside, masked, is_low = read(model, texts, drafts)
+        alone, beside, masked, is_low = read(model, view, texts, drafts)
     except (TypeError, RuntimeError, ValueError, LookupError, AttributeError, AssertionError) as error:
         if is_plain and isinstance(error, NoState):
             raise ValueError(forgets) from error

@@ -94,7 +94,7 @@ class ContinuousBatching:
         check_joining(model)
         config = dataclasses.replace(config, verification=COUPLED, cuda_graphs=False)
         resolved = resolved if config.lookahead else ResolvedDraft()
-        check_supported(model, rows=max_rows, lookahead=widest(config))
+        check_supported(model, rows=max_rows, lookahead=widest(config), pack_weights=config.pack_weights)
         self.translation = translation_for(model, resolved, tokenizer, assistant_tokenizer)
         self.pair, self.max_rows = Pair(model, resolved, config, uses_q=False), max_rows
         # A head needs the hidden states of all tokens, which nobody keeps.

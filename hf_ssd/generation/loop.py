@@ -58,7 +58,7 @@ class Pair:
         if resolved.path is not None:
             self.worker = assistant_for(resolved.path, resolved.info)
         elif self.draft is not None:
-            check_supported(self.draft, drafts=True)
+            check_supported(self.draft, drafts=True, pack_weights=not config.asynchronous and config.pack_weights)
             if config.asynchronous:
                 self.worker = assistant_for(self.draft, resolved.info)
                 self.draft = None if is_compiled(self.draft) else self.draft
@@ -105,7 +105,7 @@ def speculative_speculative_decoding(
     settings = Settings(logits_processor, stopping_criteria, generation_config, ssd_config, is_bound)
     resolved = resolved if ssd_config.lookahead else ResolvedDraft()  # nobody is asked
     check_generation(model, input_ids, settings, model_kwargs, resolved.model)
-    check_supported(model, rows=len(input_ids), lookahead=widest(ssd_config))
+    check_supported(model, rows=len(input_ids), lookahead=widest(ssd_config), pack_weights=ssd_config.pack_weights)
     pair = Pair(model, resolved, ssd_config, settings.uses_q)
     settings = dataclasses.replace(settings, config=pair.config)
     sequences = Sequences(input_ids, settings, model_kwargs.get("attention_mask"))
