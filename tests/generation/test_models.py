@@ -24,6 +24,7 @@ from transformers import (
 import hf_ssd
 from hf_ssd.cache import trial
 from hf_ssd.cache.cache_name import CACHE
+from hf_ssd.cache.packed_linear import PackedWeight
 from hf_ssd.cache.readings import LowPrecision
 from hf_ssd.cache.support import check_own_decoding, last_position_limit
 from hf_ssd.cache.trial import check_supported
@@ -145,6 +146,15 @@ def test_a_model_whose_logits_depend_on_the_rest_of_the_pass_drafts_and_is_no_ta
 def test_rounding_is_no_reason_to_refuse_a_model(family, dtype):
     for noise in (0.0, 0.02):
         check_supported(sharp_model(tiny_config(family), noise=noise).to(dtype))
+
+
+def test_the_passes_of_a_trial_are_packed_as_those_of_the_call(monkeypatch):
+    products, product = [], PackedWeight.product
+    monkeypatch.setattr(PackedWeight, "product", lambda self, *inputs: products.append(1) or product(self, *inputs))
+    check_supported(tiny_model())
+    assert not products
+    check_supported(tiny_model(), pack_weights=True)
+    assert products
 
 
 def test_a_model_in_float32_under_autocast_is_not_refused():
