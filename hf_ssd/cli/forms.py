@@ -104,7 +104,7 @@ def tokens_a_round(answers: list[tuple[int, torch.LongTensor]], lookahead: int) 
         while at < len(text):
             proposed = index.propose(lookahead)
             gained = 1 + len(os.path.commonprefix([proposed, text[at:]]))
-            index.extend(text[at : at + gained])
+            index.tokens += text[at : at + gained]
             at, rounds, tokens = at + gained, rounds + 1, tokens + min(gained, len(text) - at)
     return tokens / rounds if rounds else 1.0
 

@@ -122,7 +122,7 @@ class FaultTolerantDraft:
         self.texts[row] += tokens
         self.joined[row] = options, seed
         if options is not None:
-            self.proposers.join(row)
+            self.proposers.joined.add(row)
 
     def leave(self, row: int) -> None:
         """A row has ended, or takes part no more."""

@@ -45,13 +45,15 @@ def check_ngram(make, phases=tuple(Phase)):
     @given(requests())
     def check(request):
         ids, rounds, lookahead = request
-        fallback, texts = make(), {}
+        fallback, texts, grown = make(), {}, [[] for _ in ids]
         for lengths, rows in rounds:
-            found = fallback.propose(texts_of(ids, lengths), rows, lookahead)
+            for known, text in zip(grown, texts_of(ids, lengths)):
+                known += text[len(known) :]
+            found = fallback.propose(grown, rows, lookahead)
             for row, (tokens, probabilities) in zip(rows, found, strict=True):
                 assert probabilities is None
                 text = texts.setdefault(row, NgramIndex([]))
-                text.extend(ids[row, len(text.tokens) : lengths[row]].tolist())
+                text.tokens += ids[row, len(text.tokens) : lengths[row]].tolist()
                 assert tokens == text.propose(lookahead, 1)
 
     check()

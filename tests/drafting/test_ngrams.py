@@ -67,11 +67,12 @@ def test_siblings_of_a_proposal_are_the_other_ways_in_which_the_text_went_on(mon
 @given(TEXTS, st.lists(TEXTS, max_size=5))
 @settings(max_examples=100)
 def test_a_text_that_grows_has_the_links_of_one_that_was_given_at_once(text, more):
-    grown = NgramIndex(text)
+    grown = NgramIndex([*text])
     for part in more:
-        grown.extend(part)
+        grown.tokens += part
         grown.propose(4)
     whole = NgramIndex(text + sum(more, []))
+    grown.read(), whole.read()
     assert (grown.tokens, grown.latest, grown.earlier) == (whole.tokens, whole.latest, whole.earlier)
 
 
@@ -83,7 +84,7 @@ def test_a_copied_passage_is_followed_although_its_pairs_are_common():
     while copied < len(passage):
         proposed = row.propose(8)
         assert proposed == passage[copied : copied + len(proposed)] or copied + 8 > len(passage)
-        row.extend(passage[copied : copied + 4])
+        row.tokens += passage[copied : copied + 4]
         copied += 4
 
 
@@ -105,8 +106,9 @@ class Counted(list):
 
 def test_a_proposal_reads_as_much_of_a_long_text_as_of_a_short_one():
     def reads(length):
-        row = NgramIndex([0, 1, 2, 3] * (length // 4))
-        row.tokens, Counted.reads = Counted(row.tokens), 0
+        row = NgramIndex(Counted([0, 1, 2, 3] * (length // 4)))
+        row.read()
+        Counted.reads = 0
         row.propose(8)
         return Counted.reads
 

@@ -29,12 +29,9 @@ class Proposer(ABC):
     def join(self, row: int, start: int, tokens: list[int], options: GenerationConfig | None, seed: int) -> None:
         """Is told of the next tokens of a row that joins, as the draft is, before the outcome."""
 
-    def forget(self, row: int) -> None:
-        """Is told that the row has another text from now on."""
-
     @abstractmethod
     def propose(self, texts: list[list[int]], rows: list[int], lookahead: int) -> list[Proposal]:
         """
         Proposes up to `lookahead` tokens for each of these rows. `texts` has the verified tokens of every row, prompt
-        and output, without padding; they are not written to.
+        and output, without padding. Each is a list that grows, another one for another text, and is not written to.
         """

@@ -20,35 +20,29 @@ class Ngrams(Proposer):
     """
 
     def __init__(self):
-        self.rows: list[NgramIndex] = []
+        self.rows: dict[int, NgramIndex] = {}
         self.found: list[tuple[list[int], int]] | None = None  # last `first`: tokens, and how many had matched
 
-    def read(self, texts: list[list[int]]) -> None:
-        """Takes in the tokens that the texts have gained."""
-        self.rows = self.rows or [NgramIndex([]) for _ in texts]
-        for row, text in zip(self.rows, texts):
-            row.extend(text[len(row.tokens) :])
-
-    def forget(self, row: int) -> None:
-        if self.rows:
-            self.rows[row] = NgramIndex([])
+    def _of(self, texts: list[list[int]], row: int) -> "NgramIndex":
+        """Returns the index of a row, a new one if the row has another text than before."""
+        if row not in self.rows or self.rows[row].tokens is not texts[row]:
+            self.rows[row] = NgramIndex(texts[row])
+        return self.rows[row]
 
     def propose(self, texts: list[list[int]], rows: list[int], lookahead: int) -> list[Proposal]:
-        self.read(texts)
-        return [Proposal(self.rows[row].propose(lookahead, LEAST_AFTER_A_MISS)) for row in rows]
+        return [Proposal(self._of(texts, row).propose(lookahead, LEAST_AFTER_A_MISS)) for row in rows]
 
     def first(self, texts: list[list[int]], live: list[bool], most: int, is_alone: bool) -> list[list[int]]:
         """Returns at most this many tokens to verify of each row. Shorter matches count if nothing else is drafted."""
-        self.read(texts)
-        count, least = max(most, LONGEST_EARLY), LEAST_ALONE if is_alone else LEAST_MATCHED
-        self.found = [
-            (row.propose(count), row.matched) if goes_on else ([], 0) for row, goes_on in zip(self.rows, live)
-        ]
+        count, least, self.found = max(most, LONGEST_EARLY), LEAST_ALONE if is_alone else LEAST_MATCHED, []
+        for row, goes_on in enumerate(live):
+            index = self._of(texts, row)
+            self.found.append((index.propose(count), index.matched) if goes_on else ([], 0))
         return [tokens[:most] if matched >= least else [] for tokens, matched in self.found]
 
     def siblings(self, row: int, tokens: list[int], count: int) -> list[tuple[int, int]]:
         """Returns up to `count` siblings that a token tree verifies beside these tokens of a row."""
-        return self.rows[row].siblings(tokens)[:count] if self.rows else []
+        return self.rows[row].siblings(tokens)[:count] if row in self.rows else []
 
     def compare(self, new: list[list[int]]) -> tuple[list[int], list[int]]:
         """
@@ -65,30 +59,28 @@ class Ngrams(Proposer):
 
 class NgramIndex:
     """
-    The tokens of a row, in which earlier occurrences of the last tokens are found. Each new token takes the same time
+    Finds earlier occurrences of the last tokens of a text, to which others append. Each new token takes the same time
     however long the text is: the positions after each pair of tokens are linked, the latest first.
     """
 
     def __init__(self, tokens: list[int]):
-        self.tokens: list[int] = []
+        self.tokens = tokens
         self.latest: dict[tuple[int, int], int] = {}  # the position after the latest occurrence of each pair
         self.earlier: list[int] = []  # for the pair that ends in each token, the position after the one before it, or 0
         self.latest_of_token: dict[int, int] = {}
         self.place = 0  # the position after the occurrence of the last token before this one, or 0
         self.matched = 0  # last tokens that had occurred before the last proposal, up to `LONGEST_MATCH`
         self.source = 0  # the position that the last match continued at, moved on with the text
-        self.extend(tokens)
 
-    def extend(self, tokens: list[int]) -> None:
-        """Adds tokens to the row."""
-        for token in tokens:
-            pair = (self.tokens[-1] if self.tokens else -1), token
-            self.tokens.append(token)
+    def read(self) -> None:
+        """Takes in the tokens that the text has gained."""
+        new = range(len(self.earlier), len(self.tokens))
+        for end in new:
+            pair = self.tokens[end - 1] if end else -1, self.tokens[end]
             self.earlier.append(self.latest.get(pair, 0))
-            self.latest[pair] = len(self.tokens)
-            self.place = self.latest_of_token.get(token, 0)
-            self.latest_of_token[token] = len(self.tokens)
-        self.source += len(tokens) if self.source else 0
+            self.place = self.latest_of_token.get(pair[1], 0)
+            self.latest[pair] = self.latest_of_token[pair[1]] = end + 1
+        self.source += len(new) if self.source else 0
 
     def propose(self, count: int, least: int = LEAST_ALONE) -> list[int]:
         """
@@ -96,6 +88,7 @@ class NgramIndex:
         wins; of equally long ones the occurrence that the last proposal came from, or else the latest. A match that
         reaches into the end of the text is taken for a repetition, and goes on with the proposed tokens.
         """
+        self.read()
         text, end = self.tokens, len(self.tokens)
         place, best, longest = (self.earlier[-1] if text else 0), 0, least - 1
         for candidate in (self.source, *self._occurrences(place)):

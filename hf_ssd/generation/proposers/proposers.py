@@ -42,12 +42,6 @@ class Proposers:
         name = self.request.config.fallback
         self.fallbacks = {} if self.request.head is None else {name: PROPOSERS[name](request())}
 
-    def join(self, row: int) -> None:
-        """A row takes part from this round on, with another text than the row before it had."""
-        self.joined.add(row)
-        for proposer in (self.early, *self.fallbacks.values()):
-            proposer.forget(row)
-
     # ---------------------------------------------------------------- early tokens
 
     def take_in(self, new: list[list[int]], plan: Plan, is_beside: bool) -> list[list[int]]:
