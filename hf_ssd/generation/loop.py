@@ -36,7 +36,6 @@ from ..rounds import RoundRecord
 from .checks import check_generation
 from .deciding import CallRows
 from .draft import FaultTolerantDraft
-from .proposers.forced import forced_by
 from .sequences import Sequences
 from .settings import Settings
 from .target import Target
@@ -110,7 +109,7 @@ def speculative_speculative_decoding(
     settings = dataclasses.replace(settings, config=pair.config)
     sequences = Sequences(input_ids, settings, model_kwargs.get("attention_mask"))
     request = pair.request(settings.of_the_draft, sequences.prompts, translation)
-    request.forced = forced_by(settings.processors)
+    request.forced = settings.forced
     if settings.do_sample:  # greedy calls draw nothing
         request.seed = seed_of_call(request, int(torch.randint(2**31, ())), resolved.reads is not None)
     start, worker = time.perf_counter(), pair.worker

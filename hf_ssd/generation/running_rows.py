@@ -15,7 +15,6 @@ from ..rounds import Outcome, of_row
 from ..stats import SSDStats
 from .draft import FaultTolerantDraft
 from .loop import Pair
-from .proposers.forced import forced_by
 from .request import Request
 from .sequences import Sequences
 from .target import Target
@@ -110,8 +109,8 @@ class RunningRows:
         return found
 
     def forced(self, row: int, gained: list[int]) -> list[int]:
-        """Returns the tokens that the grammar of a request forces after these. See [`~proposers.forced.forced_by`]."""
-        of_request = forced_by(self.live[row].processors)
+        """Returns the tokens that the grammar of a request forces after these."""
+        of_request = self.live[row].settings.forced
         return [] if of_request is None else of_request(0, gained)
 
     def keep(self, outcome: Outcome) -> None:

@@ -3,6 +3,7 @@
 import copy
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from transformers import GenerationConfig, LogitsProcessorList, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList
@@ -52,6 +53,11 @@ class Settings:
     def pad_token(self) -> int:
         token = getattr(self.options, "_pad_token_tensor", None)
         return 0 if token is None else int(token)
+
+    @property
+    def forced(self) -> Callable[[int, list[int]], list[int]] | None:
+        """A function, as [`~hf_ssd.Grammar`] has: the tokens that must follow in a row once it has gained some."""
+        return next((processor.forced for processor in self.processors if hasattr(processor, "forced")), None)
 
     @property
     def patience(self) -> float:
