@@ -38,6 +38,7 @@ class CallRows:
     """
 
     join = pause = has_read = False  # only the rows of a running batch do
+    row = 0  # of the target, where the first of these rows stands
 
     def __init__(
         self,
@@ -207,7 +208,7 @@ class CallRows:
 
     def verify_alone(self, rows: list[int], place: int) -> torch.Tensor:
         """See [`Target.verify_alone`]."""
-        return self.target.verify_alone(rows, place)
+        return self.target.verify_alone([self.row + row for row in rows], place)[self.row :]
 
     def _sound(self, rows: list[int], logits: torch.Tensor) -> list[int]:
         """Returns the rows whose logits `(batch_size, vocab_size)` are not NaN."""

@@ -29,7 +29,6 @@ class Request(CallRows):
         self.prompt, self.padding = sequences.prompts[0].tolist(), sequences.padding[0]
         self.text = list(self.prompt)  # and all tokens since; columns of all but the last are in the target's cache
         self.options, self.seed, self.on_change = settings.of_the_draft, seed, on_change
-        self.row = -1  # once it has a place, and a `target`
         self.read = 0  # tokens of the prompt that the target has read
         self.known = 0  # of these, whose columns are copies
         self.reader: CachedModel | None = None
@@ -54,9 +53,6 @@ class Request(CallRows):
         self.has_ended.set()
         with contextlib.suppress(Exception):
             self.on_change(self)
-
-    def verify_alone(self, rows: list[int], place: int) -> torch.Tensor:
-        return self.target.verify_alone([self.row], place)[self.row : self.row + 1]
 
 
 def make_request(pair: Pair, input_ids, on_change, seed: int | None = None, streamer=None, **kwargs) -> Request:

@@ -1,7 +1,8 @@
 """The bytes that each token of a tokenizer stands for, and the tokens that a tokenizer has for given bytes."""
 
-import functools
 from collections.abc import Callable
+
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 NEXT_TO = "a"  # put on both sides of a token to decode it, because decoders change the ends of a text
 
@@ -87,7 +88,12 @@ def _spelling_of(tokenizer) -> tuple[Callable[[str], bytes], Callable[[str], boo
     has_decoder = backend is None or backend.decoder is not None
     read = tokenizer.convert_tokens_to_string if has_decoder else _reader_of(backend)
     if read([NEXT_TO, "Ċ", NEXT_TO]) == f"{NEXT_TO}\n{NEXT_TO}":
-        return _from_byte_level, lambda token: False
+        table = {letter: byte for byte, letter in bytes_to_unicode().items()}
+
+        def from_byte_level(token: str) -> bytes:  # a token with a letter outside of the alphabet stands for itself
+            return bytes(table[letter] for letter in token) if table.keys() >= set(token) else token.encode()
+
+        return from_byte_level, lambda token: False
     has_bytes = read([NEXT_TO, "<0x0A>", NEXT_TO]) == f"{NEXT_TO}\n{NEXT_TO}" or hasattr(tokenizer, "sp_model")
     head = read([NEXT_TO])
     tail = read([NEXT_TO, NEXT_TO]).removeprefix(head)
@@ -122,17 +128,3 @@ def _reader_of(backend) -> Callable[[list[str]], str]:
         return text
 
     return read
-
-
-def _from_byte_level(token: str) -> bytes:
-    """Spells as the byte-level decoder does: a token with a letter outside of its alphabet stands for itself."""
-    table = _byte_of_letter()
-    return bytes(table[letter] for letter in token) if table.keys() >= set(token) else token.encode()
-
-
-@functools.cache
-def _byte_of_letter() -> dict[str, int]:
-    """Returns the alphabet of byte-level BPE."""
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    return {letter: byte for byte, letter in bytes_to_unicode().items()}

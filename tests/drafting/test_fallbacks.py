@@ -10,7 +10,7 @@ from transformers.generation import CandidateGenerator, PromptLookupCandidateGen
 from hf_ssd import SSDConfig
 from hf_ssd.distributed.sessions import SessionRequest
 from hf_ssd.generation.proposers.base import Proposal
-from hf_ssd.generation.proposers.custom import CustomFallback, is_proposer
+from hf_ssd.generation.proposers.custom import CustomFallback, check_proposer
 from hf_ssd.generation.proposers.ngrams import NgramIndex, Ngrams
 from hf_ssd.generation.proposers.proposers import Proposers
 from hf_ssd.generation.proposers.random_tokens import RandomFallback
@@ -278,12 +278,15 @@ class WrongArguments:
         return input_ids, None
 
 
-def test_is_proposer():
-    assert is_proposer(Scripted()) and is_proposer(PromptLookupCandidateGenerator())
+def test_what_can_propose():
+    check_proposer(Scripted())
+    check_proposer(PromptLookupCandidateGenerator())
     unfit = ["ngram", None, 3, torch.nn.Linear(1, 1), Scripted, CandidateGenerator, Ngrams()]
     unfit += [WrongArguments(), NeedsTheTarget(None)]
-    assert not any(is_proposer(value) for value in unfit)
-    with pytest.raises(TypeError, match="`fallback` is a WrongArguments, which cannot propose tokens"):
+    for value in unfit:
+        with pytest.raises(TypeError, match=f"`fallback` is a {type(value).__name__}, which cannot propose tokens"):
+            check_proposer(value)
+    with pytest.raises(TypeError, match="cannot propose tokens by itself"):
         CustomFallback(WrongArguments(), VOCAB)
 
 

@@ -78,15 +78,10 @@ class CustomFallback(Proposer):
         return Proposal(tokens.tolist(), probabilities / total)
 
 
-def is_proposer(value) -> bool:
-    """Whether [`CustomFallback`] can use this object."""
-    needs_target = getattr(value, "requires_model_outputs", False)
-    return _has(value, "propose", None, 1) or (not needs_target and _has(value, "get_candidates", None))
-
-
 def check_proposer(value) -> None:
     """Raises `TypeError` if [`CustomFallback`] cannot use this object."""
-    if not is_proposer(value):
+    needs_target = getattr(value, "requires_model_outputs", False)
+    if not _has(value, "propose", None, 1) and (needs_target or not _has(value, "get_candidates", None)):
         raise TypeError(
             f"`fallback` is a {type(value).__name__}, which cannot propose tokens by itself; give an object with "
             "propose(input_ids, lookahead), or a CandidateGenerator that needs no outputs of the target."
