@@ -62,9 +62,7 @@ PROCESSORS_WITH_MEMORY = (
 
 
 def check_arguments(model, assistant_model, ssd_config, synced_gpus) -> ResolvedDraft:
-    """
-    Returns the draft, or raises `TypeError` or `ValueError` if the arguments or the two models cannot work together.
-    """
+    """Returns the draft, or raises `TypeError` or `ValueError` if arguments or models cannot work together."""
     if not isinstance(ssd_config, SSDConfig):
         raise TypeError(f"`ssd_config` must be an hf_ssd.SSDConfig or a dict, but is a {type(ssd_config).__name__}.")
     takes_none = ssd_config.drafter in WITHOUT_DRAFT
@@ -129,10 +127,7 @@ def check_assisted_options(model, generation_config: GenerationConfig | None, kw
 
 
 def check_generation(model, input_ids, settings: Settings, model_kwargs: dict, draft: PreTrainedModel | None) -> None:
-    """
-    Raises `ValueError` if an option or input that transformers has prepared cannot be combined with `ssd_config`.
-    `draft` is the draft as a model in this process, if it is one.
-    """
+    """Raises `ValueError` if a prepared option or input cannot be combined with `ssd_config`."""
     generation_config, max_length = settings.options, settings.max_length
     without, hint = "", "leave `ssd_config` out"
     if settings.is_bound:
@@ -246,11 +241,8 @@ def _is_synced(model) -> bool:
 
 
 def _check_rope(model, input_ids, max_length: int | None, model_kwargs: dict) -> None:
-    """
-    Raises `ValueError` for lengths at which the frequencies of a rotary embedding would change during generation. Plain
-    generation then computes all keys anew, or keeps earlier keys with their old frequencies, and rows would reach the
-    change at different times.
-    """
+    """Raises `ValueError` for lengths at which the frequencies of a rotary embedding would change during generation."""
+    # Plain generation then computes all keys anew, or keeps earlier ones, and rows would get there at different times.
     changes, position_ids = rope_that_changes(model), model_kwargs.get("position_ids")
     if changes is None:
         return
@@ -269,10 +261,7 @@ def _check_rope(model, input_ids, max_length: int | None, model_kwargs: dict) ->
 
 
 def _check_columns(model, max_length: int | None, model_kwargs: dict, room: int) -> None:
-    """
-    Raises `ValueError` for lengths at which a model scales attention by the number of columns in its cache, which has
-    `room` for tokens that are not accepted.
-    """
+    """Raises `ValueError` for lengths at which a model scales attention by the number of columns in its cache."""
     limit = last_column_limit(model)
     before = model_kwargs[CACHE].get_seq_length()
     if limit is not None and (max_length is None or before + max_length + room > limit):

@@ -32,10 +32,7 @@ def check_drawn(tokens: list[int]) -> None:
 
 
 class CallRows:
-    """
-    Rows with the same settings. They are decided at all positions at once, or one by one if a processor may depend on
-    the tokens that it sees. `seed` and `vocab_size` are those of the noise.
-    """
+    """Rows with the same settings, decided at all positions at once, or one by one where a processor needs that."""
 
     join = pause = has_read = False  # only the rows of a running batch do
     row = 0  # of the target, where the first of these rows stands
@@ -127,10 +124,7 @@ class CallRows:
     # ---------------------------------------------------------------- deciding
 
     def decide(self, logits: torch.Tensor, q: torch.Tensor | None, following: torch.LongTensor) -> Outcome:
-        """
-        Decides by the target's logits `(batch_size, lookahead + 1, vocab_size)`. For `following` see
-        [`Sequences.propose`]. Returns the outcome, valid only on the leader.
-        """
+        """Returns the outcome, valid only on the leader, by raw logits `(batch_size, lookahead + 1, vocab_size)`."""
         if self.by_step:
             return self.decide_by_step(logits, q, following[:, :-1])
         unfinished, scores = self.unfinished, []
@@ -148,10 +142,7 @@ class CallRows:
         return Outcome.of(self.sequences.proposed, accepted, bonus)
 
     def choices(self, logits: torch.Tensor, depths: np.ndarray) -> list[list[int]]:
-        """
-        Returns the token that the target would likely choose by raw logits `(batch_size, N, vocab_size)` after `depths`
-        `(batch_size, N)` further tokens, which processors do not see here.
-        """
+        """Guesses what the target chooses by raw logits `(batch_size, N, vocab_size)` after `depths` more tokens."""
         rows, size, chosen = range(len(logits)), max(1, SLICE_BYTES // (4 * logits[0].numel())), []
         for start in range(0, len(rows), size):
             part = slice(start, start + size)
@@ -171,10 +162,7 @@ class CallRows:
         return coupled_choices(scores, noise[torch.arange(len(logits), device=ids.device)[:, None], index]).tolist()
 
     def _decide(self, logits, following, q, kept: list) -> torch.LongTensor:
-        """
-        Returns the accepted count, the bonus token, the number of unlikely tokens and whether logits are NaN, of shape
-        `(4, batch_size)`. Processed scores are added to `kept`, if they are wanted.
-        """
+        """Returns accepted counts, bonus tokens, numbers of unlikely tokens and whether logits are NaN `(4, rows)`."""
         rows, drafted = range(len(logits)), following[:, :-1]
         size = max(1, SLICE_BYTES // (4 * logits[0].numel()))
         outcomes = [drafted.new_zeros(3, 0 if self.ranks.is_leader else len(rows))]
@@ -193,10 +181,7 @@ class CallRows:
         return torch.cat([torch.cat(outcomes, dim=1), unsound[None]])
 
     def _verify(self, scores, drafted, q, rows, lengths: list[int], depth: int = 0) -> torch.LongTensor:
-        """
-        Returns accepted counts, bonus tokens and numbers of unlikely tokens by processed scores `(3, rows)`. `lengths`
-        are those of all rows before the round, of which `depth` drafted tokens are decided already.
-        """
+        """Returns accepted counts, bonus tokens and numbers of unlikely tokens `(3, rows)` by processed scores."""
         if self.do_sample:
             starts = [lengths[row] - 1 - self.sequences.padding[row] for row in rows]
             chance = Chance(self.noise, *from_host([list(rows), starts], scores.device), depth)
@@ -216,12 +201,7 @@ class CallRows:
         return self.ranks.share_values([row for row in rows if not is_nan[row]])
 
     def _next_tokens(self, logits, q, drafted, place: int, rows: list[int], before: list[int]):
-        """
-        Decides on one `place` of some rows, after the last drafted token that of a bonus token, by logits `(len(rows),
-        1, vocab_size)`. `before` has the lengths before the round. Returns the tokens, -1 where there is no
-        distribution to draw from, and the number of unlikely tokens of each row, which the leader gives to all ranks;
-        and the processed scores `(len(rows), 1, vocab_size)`.
-        """
+        """Returns the tokens of one `place` of some rows, how many are unlikely, and the scores that decided."""
         lengths, decided = self.sequences.lengths, None
         ids = self.sequences.as_in_plain_generation(max(lengths[row] for row in rows))
         scores = process_positions(self.processors, logits, ids, lengths, rows)
@@ -235,14 +215,10 @@ class CallRows:
         return *self.ranks.share_values(decided), scores
 
     def decide_by_step(self, logits: torch.Tensor, q: torch.Tensor | None, drafted: torch.LongTensor) -> Outcome:
-        """
-        Decides on the positions in order, as long as rows accept their drafted tokens, and keeps the tokens.
-
-        A row with NaN logits is fed again token by token, as plain generation feeds it. A drafted token is fed only
-        after it was accepted, so no other drafted token reaches the logits, and each is accepted or rejected by the
-        same rule as in other rows: whether a row needs this depends on its drafted tokens, and a different rule would
-        be a bias. A row ends before logits that are NaN: they follow from its own tokens.
-        """
+        """Decides on the positions in order, as long as rows accept their drafted tokens, and keeps the tokens."""
+        # A row with NaN logits is fed again token by token, as in plain generation. The same rule accepts its tokens:
+        # whether a row needs this depends on what was drafted, and another rule would be a bias. It ends before logits
+        # that are NaN without a drafted token, because they follow from its own.
         sequences, before, proposed = self.sequences, self.sequences.lengths, self.sequences.proposed
         gained: list[list[int]] = [[] for _ in proposed]
         going = [row for row, unfinished in enumerate(sequences.unfinished) if unfinished]

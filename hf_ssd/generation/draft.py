@@ -20,13 +20,9 @@ logger = logging.get_logger(__name__)
 
 class FaultTolerantDraft:
     """
-    The draft of a call. A failure of the draft costs speed but no tokens: after it, all speculations are empty. In
-    plain mode they are empty too; the outcomes of plain rounds are sent in one message when drafting resumes. A draft
-    that was given as a model runs in this process if the plan is to draft in turn, and while its worker is starting.
-    Any other draft gives empty speculations until its worker is ready.
-
-    [`Proposers`] in this process have tokens for some rows, and the draft is told. If several ranks hold the target,
-    only the leader has a draft, and shares its decisions and speculations with the other ranks.
+    The draft of a call. Speculations are empty in plain mode, until a session is open, and after a failure, which
+    costs speed but no tokens. [`Proposers`] in this process have tokens for some rows. If several ranks hold the
+    target, the leader alone has a draft, and shares its speculations.
     """
 
     def __init__(self, assistant, model, request: SessionRequest, planner: Planner, device: torch.device, ranks, cores):
@@ -75,10 +71,7 @@ class FaultTolerantDraft:
     # ---------------------------------------------------------------- sessions
 
     def _join(self) -> None:
-        """
-        Opens the session that the plan asks for, if its draft is ready. The draft reads the rows while the target
-        verifies the last token of each row, and answers the outcome of that round.
-        """
+        """Opens the session that the plan asks for, if its draft is ready. It answers the round being verified."""
         is_plain = self.planner.plan.mode == PLAIN and not self.planner.expects_draft
         if self.failure is not None or is_plain or self.proposers.has_no_draft:
             return
@@ -146,10 +139,7 @@ class FaultTolerantDraft:
     # ---------------------------------------------------------------- a round
 
     def send_outcome(self, outcome: Outcome, features: Features | None = None) -> Outcome:
-        """
-        Sends the outcome to the draft, unless the plan is plain decoding, with the features of all tokens but the last
-        of each row, if it reads them. Returns the outcome on every rank; it is valid only on the one that decides.
-        """
+        """Tells the draft, unless the plan is plain decoding. Returns the outcome of the rank that decides."""
         if self.lost:
             raise self.lost.pop()
         if self.decides:
@@ -217,10 +207,7 @@ class FaultTolerantDraft:
         return speculation
 
     def receive_probabilities(self) -> torch.FloatTensor | None:
-        """
-        Returns the distributions that the tokens were drawn from, `None` if all of them are certain or where no
-        outcomes are decided. If those of the draft are lost they are zeros, so that no token is accepted.
-        """
+        """Returns what the tokens were drawn from; `None` if all are certain, zeros, which accept none, if lost."""
         if not self.decides or self.proposers.are_certain:
             return None
         q = None
@@ -242,10 +229,7 @@ class FaultTolerantDraft:
             self.ranks.share_random_state(self.device)
 
     def close(self) -> None:
-        """
-        Ends the call. May be called more than once; after an interrupt it must be called again. A worker that may have
-        received only part of a message is ended.
-        """
+        """Ends the call, and again after an interrupt. A worker that may have half a message is ended."""
         self.cores.close()
         # If this process was forked in the middle of the call, the worker belongs to the parent process.
         if self.session is not None and os.getpid() == self.process:

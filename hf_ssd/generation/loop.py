@@ -43,10 +43,7 @@ from .trees import config_for_trees, verify_tree, widest
 
 
 class Pair:
-    """
-    A target and the draft of its calls: where the draft runs, as a `worker`, as a model in this process, or both, and
-    the settings that are left. A worker is started here. `uses_q` says that tokens are accepted by their distributions.
-    """
+    """A target and the draft of its calls: a `worker`, which is started here, a model in this process, or both."""
 
     def __init__(self, model: PreTrainedModel, resolved: ResolvedDraft, config: SSDConfig, uses_q: bool):
         self.model, self.resolved = model, resolved
@@ -95,12 +92,7 @@ def speculative_speculative_decoding(
     is_bound: bool = False,
     **model_kwargs,
 ):
-    """
-    A decoding method in the form that `generate(custom_generate=...)` calls, with inputs as transformers prepared them.
-    `translation` leads from the target's tokens to the draft's, if they differ; for `is_bound` see [`Settings`].
-    `model_kwargs` are the cache, `attention_mask`, `position_ids` and other inputs of the prefill. Returns what plain
-    `generate()` would, or an [`SSDDecoderOnlyOutput`].
-    """
+    """A decoding method in the form that `generate(custom_generate=...)` calls, and what it returns."""
     settings = Settings(logits_processor, stopping_criteria, generation_config, ssd_config, is_bound)
     resolved = resolved if ssd_config.lookahead else ResolvedDraft()  # nobody is asked
     check_generation(model, input_ids, settings, model_kwargs, resolved.model)
@@ -140,10 +132,7 @@ def speculative_speculative_decoding(
 
 
 def decode(target: Target, rows, draft: FaultTolerantDraft, logits: torch.Tensor | None, start: float) -> None:
-    """
-    Runs the rounds until no row needs tokens. `rows` are a [`CallRows`], whose prompts `logits` follow, or the
-    [`~hf_ssd.generation.running_rows.RunningRows`] of a running batch. `start` is when the call has begun.
-    """
+    """Runs the rounds of a call, whose prompts `logits` follow, or of a running batch, until no row needs tokens."""
     stats, decoder, uses_q = rows.stats, target.decoder, rows.uses_q
     following, probabilities = rows.begin(), None
     record: RoundRecord | None = None  # of the round that is being verified

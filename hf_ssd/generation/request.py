@@ -17,10 +17,7 @@ from .settings import Settings
 
 
 class Request(CallRows):
-    """
-    A row that is to join a running batch: its prompt without padding, and the options and the seed that its draft gets.
-    `on_change` is called in the thread that decodes, after each round that gave it tokens and when it has ended.
-    """
+    """A row that is to join a running batch. `on_change` is called in the thread that decodes."""
 
     def __init__(
         self, settings: Settings, sequences: Sequences, seed: int, vocab_size: int, streamer, on_change: Callable

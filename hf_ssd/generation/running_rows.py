@@ -24,11 +24,7 @@ SPARE = 4  # times the memory of the new columns: old and new storage exist at o
 
 
 class RunningRows:
-    """
-    At most `count` requests at a time, in the order in which they came. The prompt of a request is read in pieces of
-    `prefill_chunk` tokens, one between two rounds, so that it does not stop the others. The rows have the interface of
-    [`CallRows`] for the loop. A request whose settings, criteria, processors or streamer raise ends alone.
-    """
+    """At most `count` requests at a time, with the interface of [`CallRows`]. One that raises ends alone."""
 
     uses_q = False  # requests that sample are coupled
     join = streams = True

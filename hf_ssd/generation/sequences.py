@@ -46,11 +46,7 @@ class Sequences:
         }
 
     def propose(self, tokens: list[list[int]]) -> torch.LongTensor:
-        """
-        Writes the drafted tokens after each row, as many as may still be needed, without making them part of the row.
-        Returns them on the device with -1 after them, `(batch_size, count + 1)`. All rows have the same number of them,
-        where -1 stands for none.
-        """
+        """Writes the drafted tokens that are needed after each row. Returns them, and a -1, `(rows, count + 1)`."""
         if self.max_length is not None:
             live = [n for n, stop in zip(self.lengths, self.stops) if stop is None or not self.has_eos]
             room = self.max_length - min(live)
@@ -61,16 +57,13 @@ class Sequences:
             self.ids = torch.cat([self.ids, room], dim=1)
         following = from_host([[*of_row, -1] for of_row in tokens], self.ids.device)
         drafted = following[:, :-1]
-        if any(-1 in of_row for of_row in tokens):
+        if any(-1 in of_row for of_row in tokens):  # for no token, where paths differ in length
             drafted = drafted.clamp(min=0)
         self.ids.scatter_(1, self.ends + torch.arange(count, device=self.ids.device), drafted)
         return following
 
     def accept(self, tokens: list[list[int]], on_device: torch.LongTensor | None = None) -> None:
-        """
-        Makes new tokens part of the rows, none of a row that gets none. All but a row's last one are the first of its
-        proposed tokens; the last ones may have been decided `on_device`.
-        """
+        """Makes proposed tokens, and a last one each, which may have been decided `on_device`, part of the rows."""
         if on_device is None:
             on_device = from_host([of_row[-1] if of_row else 0 for of_row in tokens], self.ids.device)
         if not all(tokens):
@@ -80,10 +73,7 @@ class Sequences:
         self.ids.scatter_(1, self.ends - 1, self.last[:, None])
 
     def stop_where_plain_generation_would(self, new_tokens: list[list[int]], scores) -> None:
-        """
-        Finds where rows stop within the new tokens that [`~Sequences.accept`] got. `scores(length)` gives the
-        scores that plain generation would have recorded for rows of this length.
-        """
+        """Finds where rows stop within new tokens. `scores(length)` are those that plain generation would record."""
         first = [stop - len(tokens) + 1 for stop, tokens in zip(self.lengths, new_tokens)]
         if self.simple:
             for row, tokens in enumerate(new_tokens):
@@ -138,10 +128,7 @@ class Sequences:
 
     @property
     def unfinished(self) -> list[bool]:
-        """
-        Which rows still need tokens. Without an EOS token a row that has stopped needs tokens too, until it is as long
-        as the output or cannot grow.
-        """
+        """Which rows need tokens. Without an EOS token one that has stopped does, until it is as long as the output."""
         if self.has_eos:
             return [stop is None for stop in self.stops]
         final = self.max_length if None in self.stops else max(self.stops)

@@ -13,10 +13,7 @@ from ..config import SSDConfig
 
 @dataclass(frozen=True)
 class Settings:
-    """
-    The settings of a call as transformers prepared them, and those of [`SSDConfig`]. `is_bound` says that the latter
-    are those of [`~hf_ssd.enable`], so that the caller has not written them.
-    """
+    """The settings of a call as transformers prepared them. `is_bound`: [`SSDConfig`] is that of `hf_ssd.enable`."""
 
     processors: LogitsProcessorList
     criteria: StoppingCriteriaList
@@ -62,9 +59,8 @@ class Settings:
     @property
     def patience(self) -> float:
         """
-        The seconds that a call waits for a worker that is starting: 0, unless the call samples with a fixed lookahead.
-        Then a seed must reproduce its tokens, but rounds before the draft is ready draw other random numbers, unless
-        the call is coupled.
+        The seconds to wait for a worker that is starting: rounds before it is ready draw other numbers than a seed
+        must repeat in a call that samples with a fixed lookahead, unless it is coupled.
         """
         if not self.uses_q or self.config.lookahead == "auto":
             return 0.0

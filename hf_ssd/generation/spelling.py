@@ -8,25 +8,19 @@ NEXT_TO = "a"  # put on both sides of a token to decode it, because decoders cha
 
 
 def spelled_tokens(tokenizer, size: int) -> dict[int, bytes | str]:
-    """
-    Returns the bytes that each token below `size` stands for, as the tokenizer's own decoder writes it; special tokens
-    as strings. The single bytes that a tokenizer falls back on come last: if another token stands for the same byte,
-    the tokenizer writes that other token.
-    """
+    """Returns the bytes of each token below `size`, as the tokenizer's decoder writes it; special tokens as strings."""
     if callable(getattr(tokenizer, "added_tokens_decoder", None)):  # that of mistral-common, a method that raises
         return _spelled_by_decode(tokenizer, size)
     vocab, special = tokenizer.get_vocab(), set(tokenizer.all_special_tokens)
     special |= {str(t) for t in getattr(tokenizer, "added_tokens_decoder", {}).values() if getattr(t, "special", True)}
     spell, is_byte = _spelling_of(tokenizer)
+    # Single bytes to fall back on come last: the tokenizer writes another token that stands for the same byte.
     ids = sorted((is_byte(token), i, token) for token, i in vocab.items() if i < size)
     return {i: token if token in special else spell(token) for _, i, token in ids}
 
 
 def _spelled_by_decode(tokenizer, size: int) -> dict[int, bytes | str]:
-    """
-    Spells the tokens of a tokenizer of another library, which has no decoder for names of tokens. Tokens that are part
-    of a character are left out, because `decode` writes all of them as the same sign.
-    """
+    """Spells the tokens of a tokenizer of another library, without those that are part of a character."""
     (next_to,) = tokenizer([NEXT_TO], add_special_tokens=False, return_attention_mask=False)["input_ids"]
     head = tokenizer.decode(next_to)
     tail, special = tokenizer.decode([*next_to, *next_to]).removeprefix(head), set(tokenizer.all_special_ids)
@@ -46,11 +40,7 @@ class Encoder:
         self.longest = max((len(token) for token in self.known if isinstance(token, bytes)), default=0)
 
     def encode(self, texts: list[bytes]) -> list[list[int]]:
-        """
-        Returns the tokens of each text, without special tokens. If the tokenizer's tokens spell another text, for
-        example with a blank before it, or if the text ends within a character, the longest tokens that fit are
-        returned, and bytes that the tokenizer lacks are left out.
-        """
+        """Returns the tokens of each text, or the longest that fit where the tokenizer's own spell another text."""
         strings = {text: text.decode(errors="ignore") for text in texts}
         readable = {text: string for text, string in strings.items() if string.encode() == text}
         written = {}

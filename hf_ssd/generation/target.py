@@ -21,10 +21,7 @@ from .settings import Settings
 
 
 class Target:
-    """
-    The target and the rows that it decodes. `reads` says which layers keep their hidden `states`, if any; see
-    [`~hf_ssd.cache.hidden_states.HiddenStates`]. [`~Target.prefill`] or [`~Target.begin`] comes first.
-    """
+    """The target and the rows that it decodes. `reads` says which layers keep their hidden `states`, if any."""
 
     decoder: CachedModel
     columns_before_ids: list[int]  # of each row, columns of the cache before its first token; negative for padding
@@ -37,10 +34,7 @@ class Target:
         self.states: Features | None = None
 
     def begin(self, rows: int, width: int = 0) -> None:
-        """
-        Makes a cache for this many rows, all of which join later, and whose tokens have features of this `width`.
-        [`~Target.close`] must follow.
-        """
+        """Makes a cache for rows that join later, with features of this `width`. [`~Target.close`] must follow."""
         limit = last_position_limit(self.model)
         cache = ragged_copy(empty_cache(self.model))
         device = devices.of_model(self.model)
@@ -60,10 +54,7 @@ class Target:
             self.states.take_row(row, reader.features_read)
 
     def prefill(self, settings: Settings, input_ids: torch.LongTensor, model_kwargs: dict) -> torch.Tensor:
-        """
-        Runs transformers' own prefill of a call into a ragged cache. Returns the logits `(batch_size, 1, vocab_size)`
-        that follow the prompts. [`~Target.close`] must follow.
-        """
+        """Runs transformers' own prefill into a ragged cache. Returns the last logits `(rows, 1, vocab_size)`."""
         self.theirs: DynamicCache = model_kwargs[CACHE]  # of the user or of transformers
         self.returns_cache = settings.wants_dict or getattr(self.theirs, "_is_user_defined", False)
         prompt_length, max_length = input_ids.shape[1], settings.max_length
@@ -98,19 +89,13 @@ class Target:
         self.decoder.close()
 
     def verify(self, following: torch.LongTensor) -> torch.Tensor:
-        """
-        Feeds the last token and the drafted tokens of each row, for which see [`Sequences.propose`]. Returns raw logits
-        `(batch_size, lookahead + 1, vocab_size)`.
-        """
+        """Feeds the last and the drafted tokens of each row. Returns logits `(rows, lookahead + 1, vocab_size)`."""
         fed = torch.cat([self.rows.last[:, None], following[:, :-1]], dim=1).to(self.decoder.device)
         lengths = zip(self.rows.lengths, self.columns_before_ids)
         return self.decoder.extend(fed, [length - 1 + before for length, before in lengths])
 
     def verify_tree(self, tokens: list[list[int]], sees: np.ndarray) -> torch.Tensor:
-        """
-        Feeds the last token of each row and the nodes of its tree, `N` tokens each, of which `sees` says what each sees
-        `(batch_size, N + 1, N + 1)`. Returns raw logits `(batch_size, N + 1, vocab_size)`.
-        """
+        """As `verify`, for the nodes of each row's tree, which see others as `(batch_size, N + 1, N + 1)` tells."""
         nodes = from_host(tokens, self.rows.last.device)
         fed = torch.cat([self.rows.last[:, None], nodes], dim=1).to(self.decoder.device)
         self.starts = [n - 1 + before for n, before in zip(self.rows.lengths, self.columns_before_ids)]
@@ -135,12 +120,8 @@ class Target:
 
     def verify_alone(self, rows: list[int], place: int) -> torch.Tensor:
         """
-        Feeds the last token of these rows again, without the drafted tokens after it, and clears the columns there. A
-        drafted token whose keys or values are NaN also corrupts earlier positions: its column is masked, but 0 * NaN is
-        NaN. The other rows keep their drafted tokens, also if a compiled pass feeds several tokens.
-
-        The pass of the round fed `place` drafted tokens before it, which are verified. Returns raw logits
-        `(batch_size, 1, vocab_size)`.
+        Feeds the last token of these rows again, after `place` verified ones of the round, and clears the columns
+        behind it: they are masked, but NaN times 0 is NaN. The other rows keep their drafted tokens.
         """
         lengths = self.rows.lengths
         starts = [length - 1 + before for length, before in zip(lengths, self.columns_before_ids)]
@@ -173,15 +154,12 @@ class Target:
 
 class Features(RowStore):
     """
-    The features of a token are the hidden states of some layers of the target, side by side, from the pass that was fed
-    the token. So the last token of a row, which is not fed yet, has none. All features of a row are kept until it ends,
-    because a draft may join late. A row that joins in its place begins anew.
-
-    The prompts' states `(batch_size, tokens, width)` end with their last tokens. The padded prompts have `length`
-    columns; tokens that the user's cache held before the call have zeros.
+    The hidden states of some layers, side by side, at all tokens of each row but the last, which is not fed yet. They
+    are kept until the row ends, because a draft may join late.
     """
 
     def __init__(self, prompts: torch.Tensor, attention_mask: torch.Tensor | None, length: int):
+        # `prompts` end with the last of `length` padded columns; tokens that the user's cache held before have zeros.
         rows, fed, width = prompts.shape
         everything = torch.ones(rows, length, dtype=torch.bool)
         kept = everything if attention_mask is None else kept_columns(attention_mask, length).cpu()
@@ -193,10 +171,7 @@ class Features(RowStore):
         self.values.nan_to_num_(0.0, 0.0, 0.0)
 
     def add(self, features: torch.Tensor, accepted: list[int]) -> None:
-        """
-        Takes in the hidden states `(batch_size, lookahead + 1, width)` of the last token of each row and of its drafted
-        tokens, of which it has `accepted` some, a negative number if it is finished.
-        """
+        """Takes in states `(batch_size, lookahead + 1, width)` of each row's last token and `accepted` drafted ones."""
         # Columns of rejected tokens are written again before they are read.
         self.write(features.to(self.values).nan_to_num(0.0, 0.0, 0.0), self.lengths)
         self.lengths = [n + max(0, k + 1) for n, k in zip(self.lengths, accepted)]

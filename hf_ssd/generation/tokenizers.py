@@ -22,11 +22,7 @@ LEAST_COVERAGE = 0.5  # share of the prompts' tokens that the draft must have
 
 
 def translation_for(model, resolved: ResolvedDraft, tokenizer=None, assistant_tokenizer=None) -> Translation | None:
-    """
-    Compares the tokens of target and draft, once for each pair. Returns a translation if the tokenizers differ and both
-    were given. Raises `ValueError` if the draft's tokens are not the target's and no tokenizers were given, or
-    `assistant_tokenizer` was given without `tokenizer` or without a draft.
-    """
+    """Returns a translation if both tokenizers are given and differ, or raises `ValueError`. Compares a pair once."""
     if resolved.info is None:
         if assistant_tokenizer is not None:
             raise ValueError("`assistant_tokenizer` is of a draft model, and there is none; leave it out.")
@@ -92,10 +88,7 @@ def _differences(tokenizer, assistant_tokenizer, size: int, draft_size: int) -> 
 
 
 def translation_between(tokenizer, assistant_tokenizer, size: int, draft_size: int) -> Translation:
-    """
-    Finds for each token of the target the same token of the draft (token-level intersection; Timor et al., 2025), or
-    the draft's tokens that make up its text.
-    """
+    """Finds each token's token of the draft (token-level intersection; Timor et al., 2025), or those of its text."""
     encoder = Encoder(assistant_tokenizer, spelled_tokens(assistant_tokenizer, draft_size))
     pieces, is_common = [[] for _ in range(size)], torch.zeros(size, dtype=torch.bool)
     seen, others = set(), {}

@@ -1,10 +1,4 @@
-"""
-Token trees: a pass verifies siblings beside drafted tokens, each of which sees its ancestors alone.
-
-In greedy decoding and in the coupled rule a token is the target's own choice, which the drafted tokens have no part in.
-So a path through the tree may be found in any way, here by the target's likely choices, and is then decided like a
-chain. Everything behind the verification sees a chain.
-"""
+"""Token trees: a pass verifies siblings beside drafted tokens, each of which sees its ancestors alone."""
 
 import dataclasses
 
@@ -26,10 +20,7 @@ NO_TOKEN = -1  # on a path that is shorter than others
 
 
 class Tree:
-    """
-    The nodes of each row: the `tokens` `(batch_size, N)` and their `parents`, earlier nodes or -1 for the last verified
-    token. A row with fewer siblings than others is filled with copies of its first drafted token, on no path.
-    """
+    """The nodes of each row: `tokens` `(batch_size, N)` and their `parents`, -1 for the last verified token."""
 
     def __init__(self, tokens: list[list[int]], parents: list[list[int]], lookahead: int):
         self.tokens, self.parents, self.lookahead = tokens, parents, lookahead
@@ -39,6 +30,7 @@ class Tree:
         """Returns the tree of a speculation, whose tokens are its trunk."""
         trunk, most = len(speculation.tokens[0]), max(map(len, speculation.siblings))
         rows = zip(speculation.tokens, speculation.siblings)
+        # A row with fewer siblings is filled with copies of its first drafted token, which are on no path.
         pairs = [[*own, *[(0, row[0])] * (most - len(own))] for row, own in rows]
         tokens = [[*row, *[token for _, token in own]] for row, own in zip(speculation.tokens, pairs)]
         return cls(tokens, [[*range(-1, trunk - 1), *[depth - 1 for depth, _ in own]] for own in pairs], trunk)
@@ -54,10 +46,7 @@ class Tree:
         return sees
 
     def paths(self, choices: list[list[int]]) -> list[list[int]]:
-        """
-        Returns the nodes on each row's path, which takes the child that is the choice `(batch_size, N + 1)` after the
-        last verified token and after each node. Where no child is, the path goes on with the first one.
-        """
+        """Returns the nodes of each row's path: children that are the `choices` `(rows, N + 1)`, or else the first."""
         paths: list[list[int]] = []
         for tokens, parents, chosen in zip(self.tokens, self.parents, choices):
             path, last = [], -1
@@ -69,10 +58,7 @@ class Tree:
 
 
 def verify_tree(target, rows, speculation: Speculation) -> tuple[torch.LongTensor, torch.Tensor]:
-    """
-    Feeds the last token and the tree of each row. Returns what is to be decided, the tokens of a path through the tree
-    (see [`Sequences.propose`]) and their raw logits `(batch_size, lookahead + 1, vocab_size)`.
-    """
+    """Feeds the trees. Returns the tokens of a path of each, and its raw logits, which are decided like a chain."""
     tree, record = Tree.of(speculation), speculation.record
     sees = tree.ancestors()
     logits = target.verify_tree(tree.tokens, sees)
@@ -95,10 +81,7 @@ def widest(config: SSDConfig) -> int:
 
 
 def config_for_trees(config: SSDConfig, model: PreTrainedModel, uses_q: bool, worker) -> SSDConfig:
-    """
-    Returns the settings for calls of a target, without trees where they cannot be verified, which is said once.
-    `uses_q` says that tokens are accepted by their distributions; `worker` is the [`DraftAssistant`], if there is one.
-    """
+    """Returns the settings for calls of a target, without trees where they cannot be verified, which is said once."""
     reason = _why_a_chain(model, uses_q, worker) if nodes_of(config) else None
     if reason is None:
         return config

@@ -22,10 +22,7 @@ def accepted_counts(accept: torch.BoolTensor) -> torch.LongTensor:
 
 
 def verify_greedy(scores: torch.Tensor, drafted: torch.LongTensor) -> tuple[torch.LongTensor, torch.LongTensor]:
-    """
-    Accepts the drafted tokens `(batch_size, lookahead)` that the target would have chosen itself by its processed
-    scores `(batch_size, lookahead + 1, vocab_size)`. Returns the outcome of each row: accepted counts and bonus tokens.
-    """
+    """Returns accepted counts and bonus tokens by processed scores `(batch_size, lookahead + 1, vocab_size)`."""
     choice = argmax(scores)
     accepted = accepted_counts(choice[:, :-1] == drafted)
     return accepted, choice.gather(1, accepted[:, None]).squeeze(1)
@@ -33,10 +30,8 @@ def verify_greedy(scores: torch.Tensor, drafted: torch.LongTensor) -> tuple[torc
 
 def acceptance_probabilities(p: torch.Tensor, q: torch.Tensor | None, drafted: torch.LongTensor) -> torch.Tensor:
     """
-    Returns p(x) / q(x) of each drafted token `(batch_size, lookahead)`, which may exceed 1; 0 where q(x) is not a
-    positive finite number, because no token is drawn with such a probability. `p` are the target's probabilities
-    `(batch_size, lookahead + 1, vocab_size)`, `q` those `(batch_size, lookahead, vocab_size)` that the tokens were
-    drawn from, `None` if each token was certain, a point mass.
+    Returns p(x) / q(x) of each drafted token `(batch_size, lookahead)`, 0 where q(x) is not positive and finite.
+    `p` has one place more than `q`, which is `None` if each token was certain.
     """
     ratio = p[:, :-1].gather(2, drafted[:, :, None]).squeeze(2)
     if q is None:
@@ -54,8 +49,8 @@ def residual_distribution(
     p: torch.Tensor, q: torch.Tensor | None, drafted: torch.LongTensor, accepted: torch.LongTensor
 ) -> torch.Tensor:
     """
-    Returns the distribution `(batch_size, vocab_size)` of the bonus token after the `accepted` tokens of each row, not
-    normalized: max(p - q, 0) after a rejection, p if all tokens were accepted or q(x) is not a positive finite number.
+    Returns each bonus token's distribution `(batch_size, vocab_size)`, not normalized: max(p - q, 0) after a
+    rejection, p if all tokens were accepted or q(x) is not a positive finite number.
     """
     rows = torch.arange(len(accepted), device=p.device)
     bonus, lookahead = p[rows, accepted], drafted.shape[1]
@@ -125,10 +120,9 @@ def verify_sampled(
     scores: torch.Tensor, q: torch.Tensor | None, drafted: torch.LongTensor, chance: Chance
 ) -> tuple[torch.LongTensor, torch.LongTensor, torch.LongTensor]:
     """
-    Accepts or rejects by chance, so that every token is distributed as the target's own samples. `scores` are the
-    target's, processed, `(batch_size, lookahead + 1, vocab_size)`; for the others see [`acceptance_probabilities`] and
-    [`Chance`]. Returns the outcome of each row, accepted count and bonus token (-1 where there is no distribution to
-    draw from); and how many accepted tokens are `UNLIKELY`.
+    Accepts or rejects by chance, so that every token is distributed as the target's own samples by processed scores
+    `(batch_size, lookahead + 1, vocab_size)`. Returns accepted counts, bonus tokens, -1 where there is no distribution
+    to draw from, and how many accepted tokens are `UNLIKELY`.
     """
     p = probabilities(scores)
     ratios = acceptance_probabilities(p, q, drafted)

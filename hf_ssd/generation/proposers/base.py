@@ -17,11 +17,7 @@ class Proposal(NamedTuple):
 
 
 class Proposer(ABC):
-    """
-    Proposes the next tokens of rows whose outcome had not been prepared. It never changes the output distribution,
-    because a proposal includes the distributions that its tokens were drawn from. A new proposer is a line in
-    `PROPOSERS`.
-    """
+    """Proposes the next tokens of rows whose outcome had not been prepared. A new one is a line in `PROPOSERS`."""
 
     def take_in(self, outcome: Outcome, plan: Plan) -> None:
         """Is told of each outcome that the draft is told of, with the target's states if the call reads them."""

@@ -47,10 +47,7 @@ class CustomFallback(Proposer):
         raise TypeError(f"{self.name} must return two things: a tensor of tokens, and a tensor or None.")
 
     def _checked(self, tokens: torch.Tensor, probabilities: torch.Tensor | None, lookahead: int) -> Proposal:
-        """
-        Returns the proposal after checking it. An unnoticed mistake would change the output distribution, or raise an
-        error far from the object that made it.
-        """
+        """Returns the proposal after checking it: an unnoticed mistake would change the output distribution."""
         count = tokens.shape[-1] if tokens.dim() else -1
         if tuple(tokens.shape) not in ((count,), (1, count)):
             raise ValueError(f"{self.name} returned tokens of shape {tuple(tokens.shape)}, not (n,) or (1, n).")

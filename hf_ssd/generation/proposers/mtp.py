@@ -10,8 +10,7 @@ from .base import Proposal, Proposer
 
 class MtpFallback(Proposer):
     """
-    The head follows the text of all rows from round to round, whoever proposes, because it reads the states of the
-    target's layers at every token. It drafts only in rounds in which a row misses. The noise of its tokens is not that
+    The head follows the text of all rows, and drafts in rounds in which one misses. The noise of its tokens is not that
     of the draft, whose tokens the outcome depends on, unless the call is coupled.
     """
 

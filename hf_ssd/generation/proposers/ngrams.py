@@ -14,10 +14,7 @@ LEAST_MATCHED = 6  # the same beside a draft: after shorter matches a draft is a
 
 
 class Ngrams(Proposer):
-    """
-    Proposes the tokens that followed the last tokens of a row at an earlier occurrence. See [`NgramIndex`]. They depend
-    on the verified text alone, so a speculation may be an n-gram or the draft's without any change of the distribution.
-    """
+    """Proposes the tokens that followed the last tokens of a row at an earlier occurrence. See [`NgramIndex`]."""
 
     def __init__(self):
         self.rows: dict[int, NgramIndex] = {}
@@ -46,9 +43,8 @@ class Ngrams(Proposer):
 
     def compare(self, new: list[list[int]]) -> tuple[list[int], list[int]]:
         """
-        Returns how many of the new tokens of each row the last `first` gives, the bonus token included: where nothing
-        is drafted, and beside a draft. 0 without a match, -1 for a row without new tokens, and no numbers if nobody
-        asked.
+        Returns how many new tokens of each row the last `first` gives where nothing is drafted, and beside a draft; 0
+        without a match, -1 for a row without new tokens.
         """
         found, self.found = self.found or [], None
         right = [len(os.path.commonprefix([tokens, of_row])) for (tokens, _), of_row in zip(found, new)]
@@ -58,10 +54,7 @@ class Ngrams(Proposer):
 
 
 class NgramIndex:
-    """
-    Finds earlier occurrences of the last tokens of a text, to which others append. Each new token takes the same time
-    however long the text is: the positions after each pair of tokens are linked, the latest first.
-    """
+    """Finds earlier occurrences of the last tokens of a text, to which others append, by links between equal pairs."""
 
     def __init__(self, tokens: list[int]):
         self.tokens = tokens
@@ -84,9 +77,8 @@ class NgramIndex:
 
     def propose(self, count: int, least: int = LEAST_ALONE) -> list[int]:
         """
-        Returns at most `count` tokens, none if the last `least` tokens have not occurred before. The longest match
-        wins; of equally long ones the occurrence that the last proposal came from, or else the latest. A match that
-        reaches into the end of the text is taken for a repetition, and goes on with the proposed tokens.
+        Returns at most `count` tokens after the longest match of at least `least` tokens; of equally long ones that
+        of the last proposal, or else the latest. A match that reaches into the end of the text is a repetition.
         """
         self.read()
         text, end = self.tokens, len(self.tokens)
@@ -106,10 +98,7 @@ class NgramIndex:
         return [text[best + i % period] for i in range(min(count, TOKENS_PER_MATCHED * longest))]
 
     def siblings(self, tokens: list[int]) -> list[tuple[int, int]]:
-        """
-        Returns where the text has gone on in another way than with these proposed tokens, after other occurrences of
-        the last tokens: the depth of the first other token, and this token. Those of longer matches come first.
-        """
+        """Returns where other occurrences went on in another way, those of longer matches first: depths, tokens."""
         found = {}
         for place in sorted(self._occurrences(self.earlier[-1] if self.tokens else 0), key=self._length, reverse=True):
             others = self.tokens[place : place + len(tokens)]

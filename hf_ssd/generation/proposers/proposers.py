@@ -16,11 +16,7 @@ ROUNDS_PER_COMPARISON = 4  # later, one of so many rounds does
 
 
 class Proposers:
-    """
-    The early proposer comes first: its tokens leave with the outcome, and the tokens that they would have given are
-    counted. Tokens that a grammar forces take their place. A fallback is asked where the draft's answer has no tokens
-    for a row.
-    """
+    """The early proposer, whose tokens leave with the outcome, or those that a grammar forces; and the fallbacks."""
 
     def __init__(self, request: SessionRequest, texts: list[list[int]]):
         self.request, self.texts = request, texts
@@ -45,11 +41,7 @@ class Proposers:
     # ---------------------------------------------------------------- early tokens
 
     def take_in(self, new: list[list[int]], plan: Plan, is_beside: bool) -> list[list[int]]:
-        """
-        Counts how many of the `new` tokens, none of a finished row, the last early tokens gave or would have given, and
-        returns early tokens to verify if the next plan asks for them. `is_beside` says that a draft is asked for the
-        other rows.
-        """
+        """Counts what the last early tokens gave of the `new` ones. Returns those to verify, if the plan has any."""
         self.plan, self.is_beside = plan, is_beside
         self.live = [bool(tokens) or row in self.joined for row, tokens in enumerate(new)]
         most = plan.lookahead if self.has_no_draft else plan.early
@@ -80,10 +72,7 @@ class Proposers:
     # ---------------------------------------------------------------- all that is verified next
 
     def after_answer(self, answer: Speculation | None) -> tuple[Speculation, bool]:
-        """
-        Returns the draft's answer, if it was asked, with the tokens of this process, padded to one width, and whether
-        the draft is to be told because rows have missed.
-        """
+        """Returns the draft's answer with the tokens of this process, and whether the draft is to be told of them."""
         found = Speculation.empty(len(self.live)) if answer is None else answer
         tokens, sources = list(found.tokens), list(found.record.sources)
         self.drafted, self.missed = list(map(len, tokens)), {}
@@ -126,10 +115,7 @@ class Proposers:
     def distributions(
         self, tokens: list[list[int]], q: torch.FloatTensor | None, device: torch.device
     ) -> torch.FloatTensor:
-        """
-        Returns the distributions `(batch_size, width, vocab_size)` that the last tokens were drawn from: those of the
-        draft from `q`, those of a fallback from what it says. All others are certain, padding included.
-        """
+        """Returns what the last tokens were drawn from `(rows, width, vocab_size)`; of the draft's that is `q`."""
         width = len(tokens[0])
         if q is not None and all(n == width or not goes_on for n, goes_on in zip(self.drafted, self.live)):
             return q

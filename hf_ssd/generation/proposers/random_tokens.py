@@ -7,11 +7,7 @@ from .base import Proposal, Proposer
 
 
 class RandomFallback(Proposer):
-    """
-    Proposes tokens drawn at random from the row's own text, each with its relative frequency there. It therefore never
-    proposes ids that the tokenizer lacks, for which a model may have no sound embedding. The tokens depend on the text,
-    the seed and the row alone, so they are the same whichever rows ask together, and however often.
-    """
+    """Draws tokens from the row's own text, all of which a model knows. They depend on text, seed and row alone."""
 
     def __init__(self, vocab_size: int, seed: int):
         self.vocab_size, self.noise = vocab_size, Noise(seed, vocab_size)
