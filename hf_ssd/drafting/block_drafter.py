@@ -7,10 +7,7 @@ from .verified_prefix import VerifiedPrefix
 
 
 class BlockPrefix(HeadPrefix):
-    """
-    The verified tokens as such a head reads them. Column `c` holds token `c` and its own state, which is zeros until
-    the target has read the token.
-    """
+    """The verified tokens as such a head reads them: column `c` has token `c` and its state, zeros until it comes."""
 
     block = 1  # columns, from that of the last verified token on, which see each other
 
@@ -30,10 +27,7 @@ class BlockPrefix(HeadPrefix):
 
 
 class BlockDrafter(ParallelDrafter):
-    """
-    A head that is fed the last verified token and mask tokens: position i gives token i after it, drawn from
-    its marginal distribution. The head was trained on blocks of one size, so a block has at least this size.
-    """
+    """A head that is fed the last verified token and mask tokens, in blocks of at least the size of its training."""
 
     reads_target = True
     prefix_class = BlockPrefix

@@ -51,10 +51,8 @@ class CacheShape(ABC):
 
     @abstractmethod
     def fan_outs(self, candidates: OutcomeCandidates, budget: int) -> list[list[int]]:
-        """
-        Returns, for each row, the guesses after each of the `lookahead + 1` accepted counts, of sum `budget`. With a
-        lookahead of 0, as during the target's prefill, the only accepted count is 0.
-        """
+        """Returns each row's guesses after each of the `lookahead + 1` accepted counts, of sum `budget`."""
+        # With a lookahead of 0, as during the target's prefill, the only accepted count is 0.
 
     @abstractmethod
     def covered(self, acceptance: np.ndarray, after_rejection: np.ndarray, at_the_end: np.ndarray, budgets) -> list:
@@ -123,14 +121,9 @@ class Explicit(Uniform):
 
 class Confidence(CacheShape):
     """
-    The budget goes to the outcomes that are most likely in this round. The chance of an outcome is the chance of its
-    accepted count, estimated from the draft's probability of each drafted token, times the chance of its bonus token
-    there, estimated from the token's probability among the tokens that remain and from its rank.
-
-    Four logistic models turn these estimates into chances, and learn from every round. Their initial weights assume
-    that tokens are accepted more often the more likely the draft finds them and the more luck they have, and that
-    guesses are right about as often as their probabilities say, more often for better ranks: already a better
-    allocation than that of Theorem 12.
+    The budget goes to the most likely outcomes of the round. Their chances are estimated from the draft's probabilities
+    of the drafted tokens, and of the bonus token among the tokens that remain, and from its rank. Four logistic models
+    learn from every round. Their first weights say that guesses are right about as often as their probabilities.
     """
 
     def __init__(self, config: SSDConfig):

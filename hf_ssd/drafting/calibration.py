@@ -4,10 +4,9 @@ import numpy as np
 
 
 class OnlineLogistic:
-    """
-    Estimates the chance of an event from inputs, of which the first is the constant 1, and learns from each event
-    with AdaGrad (Duchi et al., 2011). It uses numpy, which processes so few numbers in microseconds.
-    """
+    """Estimates the chance of an event, of whose inputs the first is a constant 1, by AdaGrad (Duchi et al., 2011)."""
+
+    # In numpy, which processes so few numbers in microseconds.
 
     def __init__(self, weights: list[float], learning_rate: float = 0.3):
         self.weights = np.array(weights)

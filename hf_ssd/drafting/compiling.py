@@ -16,17 +16,14 @@ PROMPT_LENGTH = 8  # tokens, an arbitrary number
 
 @torch.inference_mode()
 def compile_draft(model: PreTrainedModel) -> str | None:
-    """
-    Compiles the forward pass and drafts a few tokens, for one row and for two: `torch.compile` treats a size of 1 as a
-    separate case. Returns why the model is as before, for example because no compiler is installed, or `None`.
-    """
+    """Compiles the forward pass and drafts a few tokens. Returns why the model is as before, or `None`."""
     if isinstance(model, Head):
         return "it reads hidden states of the target"
     config, generation_config = SSDConfig(lookahead=3, budget=4), GenerationConfig(max_length=2 * PROMPT_LENGTH)
     plan = Plan(AHEAD, 3, 3, 4)
     try:
         model.forward = torch.compile(model.forward, dynamic=True)  # marks the model as compiled
-        for rows in (1, 2):
+        for rows in (1, 2):  # torch.compile treats a size of 1 as a separate case
             prompts = [torch.arange(PROMPT_LENGTH, device=model.device) for _ in range(rows)]
             drafter = drafter_for(model, config, generation_config, prompts, seed=0)
             speculator = Speculator(drafter, shape_for(config))

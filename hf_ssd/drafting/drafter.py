@@ -87,16 +87,12 @@ class Drafter(ABC):
     @abstractmethod
     def grow(self, accepted: list[list[int]], bonus: list[list[int]], plan: Plan) -> Iterator[tuple]:
         """
-        Proposes tokens after all outcomes `(batch_size, N)` together. Accepted counts are negative for a place without
-        an outcome. Yields after each pass the arguments of [`~speculation_cache.SpeculationCache.append`]; `None` when
-        asked while the tokens are still on their way to the host.
+        Proposes tokens after all outcomes `(batch_size, N)` together, which are negative for unused places. Yields the
+        arguments of [`~speculation_cache.SpeculationCache.append`], or `None` while they are on their way to the host.
         """
 
     def commit(self, kept: list[int], tokens: list[list[int]], branches: list[int]) -> None:
-        """
-        Takes in the new tokens of each row, none for a row that is left out from now on. The first `kept` of them are
-        the first of its speculation. `branches` were prepared for the outcome, -1 for a miss.
-        """
+        """Takes in each row's new tokens, the first `kept` of them its speculation's. A branch is -1 for a miss."""
         self.prefix.decoder.leave_out([not of_row for of_row in tokens])
         self.prefix.grow(tokens, kept)
         for noise in {sampler.noise for sampler in self.samplers if sampler.noise is not None}:
@@ -114,10 +110,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def complete(self, ready: Speculation, width: int, plan: Plan) -> tuple[Speculation, int]:
-        """
-        Drafts the missing tokens just in time. The result, `width` tokens of each row, becomes the speculation that is
-        verified next. Returns it and the number of forward passes.
-        """
+        """Drafts the missing tokens of `width` each, which are verified next. Returns them and the number of passes."""
 
     def take_speculation(self, tokens: list[list[int]]) -> None:
         """Takes in the tokens, `lookahead` of each row, that are verified next."""
@@ -187,10 +180,7 @@ class Drafter(ABC):
         return on_host[0].tolist(), None if supports is None else on_host[1].tolist()
 
     def _draw(self, logits, lengths: torch.LongTensor, starts: list[list[int]], depth: int, plan: Plan, histories):
-        """
-        Draws the token number `depth` of each row's branches, as [`DraftSampler`] does, from logits `(batch_size, N,
-        vocab_size)`. Returns what it draws and, if the plan has trees, what stands [`~siblings.beside`] it.
-        """
+        """Draws token number `depth` of each branch by logits `(rows, N, vocab_size)`, as [`DraftSampler`] does."""
         decoder = self.prefix.decoder
 
         def drawn(sampler: DraftSampler, rows: list[int], logits, histories, lengths):
@@ -204,10 +194,7 @@ class Drafter(ABC):
         return tuple(None if one is None else decoder.of_all_rows(one) for one in found)
 
     def _histories(self, count: int, behind: int) -> torch.LongTensor | None:
-        """
-        Returns the verified tokens `(batch_size, count, columns)` of `count` branches of each row, with room for
-        `behind` more tokens; `None` if no warper reads them.
-        """
+        """Returns `count` copies of the verified tokens, and room for `behind` more; `None` if no warper reads it."""
         if not any(sampler.need_history for sampler in self.samplers):
             return None
         return pad(self.prefix.ids.values, (0, behind))[:, None].repeat(1, count, 1)

@@ -31,9 +31,8 @@ def has_fallback(request) -> bool:
 
 def seed_of_call(request, seed: int, reads_target: bool) -> int:
     """
-    Returns the seed of a call's noise. If proposals depend on earlier calls, each call gets a different one: values
-    that were learned in a call with the same seed must not meet the same noise again. Tokens of a coupled call do not
-    depend on proposals.
+    Returns the seed of a call's noise: another one in each call if proposals depend on earlier calls, so that values
+    that were learned do not meet the noise again that they were learned with. Coupled tokens depend on no proposals.
     """
     depends = (request.config.asynchronous and reads_target) or has_fallback(request)
     is_taught = request.config.lookahead == "auto" or (depends and not is_fixed(request.config))

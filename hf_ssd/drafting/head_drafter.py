@@ -11,9 +11,8 @@ from .verified_prefix import VerifiedPrefix
 
 class HeadPrefix(VerifiedPrefix):
     """
-    The verified tokens as a head reads them. Column `c` holds token `c + 1` and the state of the token before it, so a
-    row has one column less than tokens. (A prompt of one token keeps it, because a pass feeds at least one column.)
-    Passes return states.
+    The verified tokens as a head reads them: column `c` holds token `c + 1` and the state of the token before it, so a
+    row has one column less than tokens, but at least one. Passes return states.
     """
 
     def __init__(self, model: Head, prompts, column_limit, earlier=None, vocabulary=None, **options):
@@ -64,10 +63,7 @@ class HeadPrefix(VerifiedPrefix):
         self.states.write(states, [column + behind for column in self.columns])
 
     def read_target(self, outcome):
-        """
-        Takes in the target's hidden states at all tokens that have none, but the last one of a row, which the target
-        has not read. Afterwards, all columns of a row that goes on have features.
-        """
+        """Takes in the target's hidden states at all tokens that have none, but the last one of each row."""
         counts = [n - 1 - known if new else 0 for n, known, new in zip(self.lengths, self.known, outcome.tokens)]
         if not any(counts):  # no features have come
             return
@@ -87,10 +83,8 @@ class HeadPrefix(VerifiedPrefix):
 
 class HeadDrafter(AutoregressiveDrafter):
     """
-    A head. While the target verifies a speculation, its tokens have no features, so outcomes are prepared on the head's
-    own states, up to `2 * lookahead` steps from the last features. Features come with the outcome, and their tokens are
-    fed again. So a speculation that was prepared differs from one that is drafted just in time: which one is verified
-    depends on the outcome, never on the noise that it is drawn with.
+    A head. Outcomes are prepared on its own states, and features come with the outcome. So a speculation that was
+    prepared differs from one drafted just in time: which of them is verified depends on the outcome, not on its noise.
     """
 
     reads_target = True

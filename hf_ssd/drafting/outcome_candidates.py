@@ -39,11 +39,9 @@ class OutcomeCandidates:
     @classmethod
     def of(cls, scores, logits, drafted, from_fallback: list[bool], guesses: int, possible=None, noise=None, luck=None):
         """
-        Ranks bonus tokens by scores `(batch_size, lookahead + 1, vocab_size)` after 0 to K accepted tokens, as the
-        draft's warpers left them, and by its raw logits the tokens that the warpers ruled out: when a drafted token is
-        rejected, the bonus token is often among these. Only `possible` tokens have logits above -inf. The target draws
-        the token whose probability divided by the `noise`, of the shape of `scores`, is largest, and so does the draft.
-        With `luck`, of the shape of `drafted`, the drafted tokens have a noise of their own; without, they have this.
+        Ranks bonus tokens by processed scores `(batch_size, lookahead + 1, vocab_size)`, and what warpers ruled out by
+        raw logits: the bonus token is often among these. Both sides draw with the `noise`, which has the shape of the
+        scores, but drafted tokens with another one if their `luck` is given.
         """
         lookahead, possible = drafted.shape[1], possible or scores.shape[2]
         noisy = scores if noise is None else scores - noise.log()
@@ -70,10 +68,7 @@ class OutcomeCandidates:
         return ranks
 
     def outcomes(self, fan_outs: list[list[int]], worker_index: int = 0, num_workers: int = 1, fewest: int = 1):
-        """
-        Returns accepted counts and bonus tokens of N outcomes, at least `fewest`, of each row. A row with fewer is
-        filled with `UNUSED` accepted counts. Of `num_workers` shares, this is number `worker_index`.
-        """
+        """Returns accepted counts, `UNUSED` for none, and bonus tokens of N outcomes of each row, at least `fewest`."""
         rows = []
         for counts in fan_outs:
             row = [(k, rank) for k, count in enumerate(counts) for rank in range(min(count, self.limits[k]))]

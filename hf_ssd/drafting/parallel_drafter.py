@@ -9,10 +9,8 @@ from .drafter import Completion, Drafter
 
 class ParallelDrafter(Drafter):
     """
-    A causal language model that was trained to guess several tokens ahead: fed a bonus token and K mask tokens,
-    position i gives the i-th token of the speculation, and the last position gives the token after it. Each token is
-    drawn from its marginal distribution, which depends on the outcome but not on the tokens drawn before it, which
-    warpers that read tokens, such as repetition penalties, do not see either.
+    A causal language model that was trained to guess several tokens ahead: fed a bonus token and K mask tokens, each
+    position gives a token from its marginal distribution, in which warpers see no tokens drawn before it.
     """
 
     one_pass = True
@@ -67,10 +65,7 @@ class ParallelDrafter(Drafter):
         return self.prefix.feed(width, wanted=width + 1)
 
     def _draw_all(self, outputs: torch.Tensor, histories, starts: torch.LongTensor, depths: range, plan):
-        """
-        Draws the tokens of some depths from outputs `(batch_size, N, T, ...)`, as [`Drafter._draw`] does. `starts`
-        `(batch_size, N)`, on the CPU, are the positions of the bonus tokens.
-        """
+        """Draws the tokens of some depths from outputs `(batch_size, N, T, ...)`, as [`Drafter._draw`] does."""
         for depth in depths:
             lengths = starts + 1 + (depth if histories is None else 0)
             yield self._draw(self._logits(outputs[:, :, depth]), lengths, starts.tolist(), depth, plan, histories)

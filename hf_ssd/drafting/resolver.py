@@ -59,10 +59,7 @@ class ResolvedDraft:
 
 
 def resolve(draft, target: PreTrainedModel, config: SSDConfig) -> ResolvedDraft:
-    """
-    Says what was passed as `assistant_model`, or raises `TypeError` or `ValueError` if it cannot draft for this target
-    as the settings say. Heads are made, and folders are read, once for each target.
-    """
+    """Says what `assistant_model` is, or raises `TypeError` or `ValueError`. Reads a folder once for each target."""
     draft = OF_TARGET[config.drafter](target) if config.drafter in OF_TARGET else without_wrapper(draft)
     path = info = model = fallback = None
     if isinstance(draft, (str, os.PathLike)):

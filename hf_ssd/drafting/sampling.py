@@ -18,10 +18,8 @@ SCALED_BUDGET = 16  # replaces an automatic budget in Saguaro sampling, so that 
 
 def saguaro(probabilities: torch.Tensor, fan_out: int, c: float) -> torch.Tensor:
     """
-    Saguaro sampling (Definition 14): the `fan_out` most likely tokens of distributions `(..., vocab_size)` become less
-    likely by the factor C between 0 and 1. The target then accepts fewer drafted tokens, but rejects in favour of
-    exactly those tokens, for which the next speculation is prepared: acceptance is traded for hits (Theorem 15). A
-    distribution whose probabilities would all become 0 (C = 0 and no other tokens) stays as it is.
+    Makes the `fan_out` most likely tokens less likely by C (Definition 14), so that rejections favour those for which
+    the next speculation is prepared (Theorem 15). Distributions that would be all 0 stay as they are.
     """
     if c == 1 or fan_out == 0:
         return probabilities
@@ -32,10 +30,7 @@ def saguaro(probabilities: torch.Tensor, fan_out: int, c: float) -> torch.Tensor
 
 
 class SpeculationNoise:
-    """
-    The noise of drafted tokens, which is that of their place: a speculation is the same drafted ahead or just in time.
-    What decides which speculation is verified never depends on the noise of this speculation, whose start is later.
-    """
+    """The noise of drafted tokens, that of their place: a speculation is the same drafted ahead or just in time."""
 
     def __init__(self, noise: Noise, device: torch.device, first_row: int = 0):
         self.noise, self.device, self.first_row = noise, device, first_row  # the row whose noise is that of row 0
@@ -70,10 +65,7 @@ class SpeculationNoise:
 
 
 def draw(probabilities: torch.Tensor, noise: torch.Tensor) -> torch.LongTensor:
-    """
-    Draws a token from each distribution `(..., vocab_size)`, as `torch.multinomial` does: the smallest of independent
-    exponential variables with rates p is number i with probability p_i.
-    """
+    """Draws a token from each distribution `(..., vocab_size)`, as `torch.multinomial` does, with exponential noise."""
     return argmax(probabilities / noise)
 
 
@@ -101,34 +93,25 @@ class DraftSampler:
             self.noise = SpeculationNoise(noise, devices.of_model(model), first_row)
 
     def process(self, scores: torch.Tensor, histories: torch.LongTensor | None, lengths: torch.LongTensor):
-        """
-        Applies the warpers to raw scores `(batch_size, N, vocab_size)`. The first `lengths` (on the CPU) of `histories`
-        `(batch_size, N, columns)` are the tokens before each distribution, needed only where warpers read them.
-        """
+        """Applies the warpers to raw scores `(batch_size, N, vocab_size)` after the first `lengths` of `histories`."""
+        # `(batch_size, N, columns)`, needed only where warpers read them; `lengths` are on the CPU.
         if not self.processors:
             return scores
         histories = histories.flatten(0, 1) if self.need_history else None
         return process_branches(self.processors, scores.flatten(0, 1), histories, lengths.flatten()).view_as(scores)
 
     def bonus_noise(self, rows: list[int], starts: list[int], counts: int) -> torch.Tensor | None:
-        """
-        Returns the noise `(len(rows), counts, vocab_size)` with which the target draws the bonus token of these rows
-        after each accepted count. `None` if it draws none, and in Saguaro sampling, where q alone makes them likely.
-        """
+        """Returns the noise of bonus tokens `(rows, counts, vocab_size)`; `None` without, or in Saguaro sampling."""
         return None if self.noise is None or self.config.saguaro_c != 1 else self.noise.of_bonus(rows, starts, counts)
 
     def luck(self, rows: list[int], starts: list[int], lookahead: int) -> torch.Tensor | float:
-        """
-        Returns -log u - 1, `(len(rows), lookahead)`, for the numbers u with which the target accepts the tokens of
-        speculations that begin at `starts`: those with u < p(x) / q(x). Its mean is 0, and it is 0 in greedy rows.
-        """
+        """Returns -log u - 1 `(rows, lookahead)` for the u that tokens are accepted with, of mean 0; 0 if greedy."""
         return 0.0 if self.noise is None else -self.noise.of_acceptance(rows, starts, lookahead).log() - 1
 
     def draw(self, scores: torch.Tensor, noise: torch.Tensor | None, depth: int, plan: Plan):
         """
-        Draws the token number `depth` of each speculation by processed scores `(batch_size, N, vocab_size)`, the most
-        likely one without noise. Returns tokens `(batch_size, N)`, and the distributions that they were drawn from,
-        `None` if verification needs none.
+        Draws token number `depth` by processed scores `(batch_size, N, vocab_size)`, the most likely one without noise.
+        Returns tokens `(batch_size, N)` and their distributions, `None` if verification needs none.
         """
         if noise is None:
             return argmax(scores), None
@@ -155,10 +138,7 @@ class DraftSampler:
 
 
 def draft_processors(model: PreTrainedModel, generation_config: GenerationConfig, prompt_length: int):
-    """
-    Returns the target's processors, made by transformers from its generation config. Those of the user are left out,
-    and so are watermarks and processors that read the prompts as an encoder's input, which only lowers acceptance.
-    """
+    """Returns the target's processors by its generation config, without those whose lack only lowers acceptance."""
     generation_config = copy.copy(generation_config)
     # Without the prompts, transformers would warn that it ignores these, although the target applies them.
     generation_config.encoder_repetition_penalty = generation_config.encoder_no_repeat_ngram_size = None

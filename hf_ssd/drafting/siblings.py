@@ -1,7 +1,4 @@
-"""
-Siblings: the tokens that a token tree verifies beside drafted ones. The drafted tokens stay the trunk of the tree, and
-the siblings are its other leaves: what the draft ranks next where it drew a token, so they take no pass of their own.
-"""
+"""Siblings: what the draft ranks next where it drew a token, which a tree verifies beside it and no pass drafts."""
 
 import heapq
 
@@ -13,9 +10,8 @@ SCALE = 1000  # integers travel to the host together: costs are in thousandths o
 
 def beside(scores: torch.Tensor, noise: torch.Tensor | None, drawn: torch.LongTensor) -> torch.LongTensor:
     """
-    Ranks the tokens beside those that were `drawn` `(batch_size, N)` by scores `(batch_size, N, vocab_size)` with the
-    noise of the same shape, as the target will draw them. Returns `(batch_size, N, 2 * M + 1)`: the M best tokens, up
-    to `MOST`, their costs, and the cost of the drawn token. A cost is the negative logarithm of a probability.
+    Ranks the M best tokens beside the `drawn` ones `(batch_size, N)` as the target will draw them. Returns them, their
+    costs, and that of the drawn token `(batch_size, N, 2 * M + 1)`: negative logarithms of probabilities.
     """
     ranking = (scores if noise is None else scores - noise.log()).log_softmax(dim=-1)
     of_drawn = ranking.gather(2, drawn[:, :, None])
@@ -25,10 +21,7 @@ def beside(scores: torch.Tensor, noise: torch.Tensor | None, drawn: torch.LongTe
 
 
 def best(of_tokens: list[list[int]], count: int) -> list[tuple[int, int]]:
-    """
-    Returns `count` siblings `(depth, token)` of the drafted tokens of a row, of which [`beside`] has told: those that
-    the row reaches with the largest products of probabilities. They stand where the draft is least certain.
-    """
+    """Returns the `count` siblings `(depth, token)` that a row reaches with the largest products of probabilities."""
     reached, found = 0, []
     for depth, (*values, of_drawn) in enumerate(of_tokens):
         half = len(values) // 2

@@ -10,10 +10,7 @@ from .outcome_candidates import OutcomeCandidates
 
 
 class SpeculationCache:
-    """
-    The speculations prepared in a round: a branch for each of N outcomes of each row. The branches grow together, and
-    may be looked up at any length. Outcomes and tokens are on the host, so a lookup does not use the device.
-    """
+    """The speculations prepared in a round: a branch for each of N outcomes of each row, on the host, of any length."""
 
     def __init__(
         self,
@@ -40,10 +37,7 @@ class SpeculationCache:
     def append(
         self, tokens: list, probabilities: torch.FloatTensor | None, supports: list | None, beside: list | None = None
     ) -> None:
-        """
-        Adds the next T tokens `(batch_size, N, T)` of every speculation, the distribution that each was drawn from, how
-        many tokens have a probability above 0 in it, and what stands [`~siblings.beside`] each.
-        """
+        """Adds T tokens `(batch_size, N, T)` of every branch, with distributions, supports and what is beside them."""
         for known, added in ((self.tokens, tokens), (self.beside, beside or ())):
             for of_row, new_of_row in zip(known, added):
                 for branch, new in zip(of_row, new_of_row):
@@ -75,10 +69,8 @@ class SpeculationCache:
         return max((n for part in self.supports for row, branch in hits for n in part[row][branch]), default=0)
 
     def distributions(self, branches: list[int], width: int) -> torch.FloatTensor | None:
-        """
-        Returns the distributions `(batch_size, width, vocab_size)` or shorter that the tokens of each row's branch were
-        drawn from; `None` if they were not drawn at random. Rows that missed hold arbitrary values.
-        """
+        """Returns what the branches' tokens were drawn from `(batch_size, width or less, vocab_size)`, if at random."""
+        # Rows that missed hold arbitrary values.
         if not self.probabilities:
             return None
         device = self.probabilities[0].device

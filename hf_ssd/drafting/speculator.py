@@ -1,10 +1,4 @@
-"""
-The draft's work in a call of generate(), without any communication: prepare, look up, complete.
-
-While the target verifies a speculation, a cache shape chooses its likely outcomes (an accepted count and a bonus token
-each) by the draft's own distributions along the speculation, and the drafter grows the next speculation after each of
-these outcomes. When the real outcome arrives, it is looked up among them, and missing tokens are drafted just in time.
-"""
+"""The draft's work in a call of generate(), without any communication: prepare, look up, complete."""
 
 import dataclasses
 import time
@@ -146,9 +140,8 @@ class Speculator:
 
     def look_up(self, outcome: Outcome, plan: Plan) -> Speculation:
         """
-        Returns the tokens that were prepared for an outcome, with the draft's part of the record. It does not wait for
-        the device: the drafter takes in the outcome later. Then [`~Speculator.complete`] settles the tokens that are
-        verified next, or the caller, who calls [`~Speculator.take_speculation`].
+        Returns the tokens that were prepared for an outcome, without waiting for the device. The drafter takes it in
+        later, and [`~Speculator.complete`], or the caller, settles what is verified next.
         """
         self.catch_up()  # takes in the previous round, if no preparation has done so
         start, self.plan, cache, self.prepared = time.perf_counter(), plan, self.prepared, None
@@ -188,9 +181,8 @@ class Speculator:
 
     def complete(self, found: Speculation, width: int | None = None) -> Speculation:
         """
-        Returns the answer, of `width` tokens if the caller has settled the number, after drafting missing tokens just
-        in time. Rows that are finished, or that the target's process proposes for, have no tokens in it. If it proposes
-        after a miss too, `waits` is set, and the tokens come with [`~Speculator.take_speculation`].
+        Returns the answer, of `width` tokens if the caller has settled the number, after drafting missing tokens. Rows
+        that the target's process proposes for have none in it; `waits` says that it also does after a miss.
         """
         start, plan, record = time.perf_counter(), self.plan, found.record
         drafted = [row for row, ends in enumerate(self.finished) if not ends and not self.proposed[row]]
@@ -277,8 +269,5 @@ def kept(tokens: list[int], verified: list[int]) -> int:
 
 
 def answer_width(plan: Plan, known: list[int]) -> int:
-    """
-    Returns how many tokens the next speculation has: as many as all rows have that are drafted for, but at least
-    `plan.after_miss`, which is the number worth drafting just in time, and at most `plan.lookahead`.
-    """
+    """Returns how many tokens the next speculation has: as many as all rows have, but at least `plan.after_miss`."""
     return int(min(plan.lookahead, max(plan.after_miss, min(known))))

@@ -20,9 +20,8 @@ from .vocabulary import Vocabulary
 
 class VerifiedPrefix:
     """
-    Rows of different lengths, without padding, so a token's column is its position. The speculation that is being
-    verified stands after the prefix of each row. Each row is kept in the target's tokens and in the draft's, of which
-    several may make up a single token of the target, but never one that was drafted.
+    Rows of different lengths, in which a token's column is its position, before their speculations. They are in the
+    target's tokens and in the draft's, of which several may make up one, but never one that was drafted.
     """
 
     branches_kind = Branches
@@ -185,12 +184,9 @@ class VerifiedPrefix:
         self.lengths = [n + count for n, count in zip(self.lengths, counts)]
 
     def feed(self, count: int, wanted: int) -> torch.Tensor:
-        """
-        Feeds each row up to `count` tokens after its prefix, the same number of tokens in all rows: a row that lacks
-        fewer columns feeds some cached tokens again, and one that is too short for that writes columns beyond its end,
-        which are overwritten before any query sees them. Returns the raw logits (or states, of a head) of the last
-        `wanted` columns, `(batch_size, wanted, draft_size)`.
-        """
+        """Feeds each row up to `count` tokens after its prefix. Returns the last outputs `(rows, wanted, ...)`."""
+        # A row that lacks fewer columns feeds cached tokens again; one that is too short writes columns beyond its end,
+        # which are overwritten before any query sees them.
         tokens, starts, width = self._next(count, wanted)
         places = [n + count - wanted - start for n, start in zip(self.columns, starts)]
         if wanted == 1 and {*places} == {width - 1}:
@@ -204,10 +200,7 @@ class VerifiedPrefix:
         return found
 
     def feed_with_branches(self, count: int, forks: torch.LongTensor, branches: torch.LongTensor) -> torch.Tensor:
-        """
-        As [`~VerifiedPrefix.feed`], with whole branches of the draft's tokens `(batch_size, N, T)` in the same pass,
-        which see their row's first `forks` columns. Returns the raw logits of the branches.
-        """
+        """As `feed`, with branches `(batch_size, N, T)`, which see a row's first `forks` columns. Returns theirs."""
         tokens, starts, width = self._next(count, 1)
         base = max(max(self.columns) + count, max(starts) + width)
         logits = extend_with_branches(self.decoder, tokens, starts, forks, branches, base)

@@ -25,10 +25,7 @@ class Vocabulary:
         return tokens if self.size <= self.draft_size else torch.where(tokens < self.draft_size, tokens, 0)
 
     def to_target(self, logits: torch.Tensor) -> torch.Tensor:
-        """
-        Turns logits `(..., draft_size)` into those of the target's tokens `(..., size)`, -inf for tokens that the draft
-        lacks. Tokens that only the draft has are dropped before any token is drawn, so distributions are exact.
-        """
+        """Turns logits `(..., draft_size)` into those of the target's tokens, -inf for tokens that the draft lacks."""
         if self.translation is not None:
             return pad(logits, (0, 1), value=-torch.inf)[..., self.sources]
         if self.size <= self.draft_size:

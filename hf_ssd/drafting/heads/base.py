@@ -13,14 +13,12 @@ from ...cache.masks import additive
 
 class Head(PreTrainedModel, GenerationMixin):
     """
-    At each position a head reads a token and a *state*: one that [`~Head.fuse`] makes of the target's hidden states at
-    the token before, or the head's own output there where the target has not read that token yet. Its output is a
-    state, from which [`~Head.logits`] gives the distribution of the next token.
+    At each position a head reads a token and a *state*: what [`~Head.fuse`] makes of the target's hidden states at the
+    token before, or its own output there. Its output is a state, of which [`~Head.logits`] makes the next token's.
 
-    A subclass is published in folders of its own, which it knows by `is_format`, builds by `structure` and reads by
-    `load`, or as models of transformers, of which `Head(model, target)` makes the head. The config has `target_layers`,
-    `target_width`, `target_keys` if the head reads keys and values too (see [`~draft_info.DraftInfo`]), and
-    `draft_vocab_size`, the number of tokens that the head can propose.
+    A subclass is published in folders, which it knows by `is_format`, builds by `structure` and reads by `load`, or as
+    models of transformers, of which `Head(model, target)` makes the head. Its config has `target_layers`,
+    `target_width`, `target_keys` if it reads keys too, and `draft_vocab_size`, the number of tokens it can propose.
     """
 
     config_class = PreTrainedConfig

@@ -1,9 +1,4 @@
-"""
-DFlash drafts: all tokens of a block in one pass, with hidden states of the target as keys and values.
-
-They are assistants of transformers, or folders in the format of z-lab, whose code is not part of transformers: those
-with layers of Qwen3 and full attention are loaded as the class of transformers whose layers compute the same.
-"""
+"""DFlash drafts, of transformers or z-lab: a block in one pass, with the target's states as keys and values."""
 
 import torch
 from torch import nn
@@ -29,9 +24,8 @@ OF_TARGET = ("embed_tokens.", "lm_head.", "rotary_emb.")  # what a draft may hol
 
 class DFlashHead(Head):
     """
-    A DFlash draft of transformers in the form of a head. A token that the target has read is a state, its fused hidden
-    states, of which each layer makes keys and values. The last token and mask tokens after it are a block: their
-    embeddings go through the layers, and each sees the whole block. Embedding and output layer are the target's.
+    Tokens that the target has read are fused states, of which layers make keys and values. The last token and mask
+    tokens after it are a block, which each of them sees whole. Embedding and output layer are the target's.
     """
 
     title = "a DFlash draft"
@@ -94,10 +88,7 @@ class DFlashHead(Head):
         return torch.cat([fused, torch.ones_like(fused[..., :1])], dim=-1)
 
     def inputs(self, tokens: torch.LongTensor, states: torch.Tensor) -> torch.Tensor:
-        """
-        Returns states, or the embeddings of tokens whose states are zeros, without the normalization that some targets
-        have. The last number says how many of the tokens after it, the rest of its block, a token sees.
-        """
+        """Returns states, or embeddings of tokens without one, and how many tokens after it in its block each sees."""
         embed = self.embed_tokens
         embedded = nn.Embedding.forward(embed, tokens) if hasattr(embed, "embed_norm") else embed(tokens)
         embedded = pad(embedded.to(self.dtype), (0, 1))

@@ -1,9 +1,4 @@
-"""
-EAGLE-3 heads: a draft of a single layer that reads hidden states of its target (Li et al., NeurIPS 2025).
-
-They are published in two formats: with the config of a model that has `draft_vocab_size` (SafeAILab, AngelSlim and
-others), and in that of the package speculators, which nests the config of the layer.
-"""
+"""EAGLE-3 heads (Li et al., NeurIPS 2025), with a model's config and `draft_vocab_size`, or of speculators."""
 
 import torch
 from safetensors.torch import load_file
@@ -23,10 +18,7 @@ NOT_LOADED = ("t2d", "verifier_", "rotary_emb")  # what the rest tells, or only 
 
 
 class Eagle3Head(Head):
-    """
-    A head whose layer also reads the embedding of the token. Its config is that of a model with the same kind of
-    layers, such as `LlamaConfig`, and of the target's vocabulary, with the attributes of [`Head`] and `NORMS`.
-    """
+    """A head whose layer, of the kind that the config is of, also reads the token's embedding; see `NORMS`."""
 
     title = "an EAGLE-3 head"
 

@@ -11,10 +11,8 @@ KINDS = ("full_attention", "sliding_attention")
 
 class Gemma4Head(Head):
     """
-    A Gemma 4 assistant in the form of a head, which reads the target's last hidden states. A state of the target also
-    holds the keys and values of that token in two layers of the target, one for each kind of attention. They become the
-    head's cache. Tokens that the target has not read have no keys and values, so all tokens of a speculation attend to
-    those of the verified tokens, from the position of the last of these.
+    An assistant in the form of a head. A state of the target also has the token's keys and values in two layers, which
+    become the head's cache. All tokens of a speculation attend to those of verified tokens, from their last position.
     """
 
     title = "an assistant"

@@ -25,10 +25,7 @@ QWEN_TYPES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 
 class MtpHead(Head):
-    """
-    The target's own layers as a head. It reads the target's last hidden states, its first layer is used for all tokens
-    of a speculation, and embedding and output layer are the target's.
-    """
+    """The target's own layers as a head. The first drafts all tokens; embedding and output layer are the target's."""
 
     title = "an MTP layer"
     drafts_in_turn = True
