@@ -2,6 +2,7 @@
 
 import traceback
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
@@ -23,37 +24,20 @@ from .wire import Kind, Message
 FEATURES_TIMEOUT = 10.0  # seconds for the target's hidden states to follow the outcome
 
 
+@dataclass
 class Call:
     """A generate() call that the draft serves, and the preparation of its next speculation."""
 
-    def __init__(self, number: int, speculator: Speculator, request: SessionRequest):
-        self.number, self.speculator, self.has_half, self.mode = number, speculator, request.has_half, None
-        self.round = -1
-        self.passes: Iterator[None] | None = None  # of the preparation, if it goes on
-
-    def prepare(self, plan: Plan) -> None:
-        """Chooses outcomes, and begins to grow their branches."""
-        self.round += 1
-        self.passes = self.speculator.passes(plan)
-        self.grow()
-
-    def grow(self) -> None:
-        """Takes the next pass of the preparation, if there is one."""
-        if next(self.passes, self) is self:
-            self.passes = None
-
-    def stop(self) -> None:
-        """Ends the preparation, because its outcome has come."""
-        if self.passes is not None:
-            self.speculator.stop(self.passes)
-        self.passes = None
+    number: int
+    speculator: Speculator
+    request: SessionRequest
+    mode: str | None = None
+    round: int = -1
+    passes: Iterator[None] | None = None  # of the preparation, if it goes on
 
 
 class DraftServer:
-    """
-    Serves any number of generate() calls over a channel: it handles a message that has come, and otherwise takes a pass
-    of a call's preparation, of the calls in turn. `weights` describes those that the model shares, if it does.
-    """
+    """Handles a message that has come, and otherwise takes a pass of a call's preparation, of the calls in turn."""
 
     def __init__(
         self, channel: Channel, model: PreTrainedModel, weights: dict | None = None, cores: DraftCores | None = None
@@ -63,7 +47,8 @@ class DraftServer:
         self.calls: dict[int, Call] = {}  # by their sessions; whose preparation has waited longest is first
         self.prefix: VerifiedPrefix | None = None  # of the call that ended last, which the next call may continue
         self.kept = KeptPrefixes()  # of rows of running batches
-        self.weights, self.weights_version = weights, 0 if weights is None else weights["version"]
+        self.weights = weights  # the description of those that the model shares, if it does
+        self.weights_version = 0 if weights is None else weights["version"]
         self.translation: Translation | None = None  # which came last, for calls whose tokenizers differ
 
     @torch.inference_mode()
@@ -90,12 +75,13 @@ class DraftServer:
 
     @property
     def growing(self) -> Call | None:
-        """The call whose preparation goes on next."""
         return next((call for call in self.calls.values() if call.passes is not None), None)
 
     def grow(self, call: Call) -> None:
+        """Takes the next pass of the preparation, if there is one."""
         self.calls[call.number] = self.calls.pop(call.number)  # the others come first now
-        call.grow()
+        if next(call.passes, call) is call:
+            call.passes = None
 
     def handle(self, message: Message) -> None:
         """Drops messages of a call that failed or was interrupted."""
@@ -161,12 +147,11 @@ class DraftServer:
         self._share_cores()
 
     def _share_cores(self) -> None:
-        self.cores.serve([(call.has_half, call.mode != IN_TURN) for call in self.calls.values()])
+        self.cores.serve([(call.request.has_half, call.mode != IN_TURN) for call in self.calls.values()])
 
     # ---------------------------------------------------------------- in a call
 
     def _join(self, call: Call, message: Message) -> None:
-        """Keeps the next tokens of a row until its outcome has been answered."""
         rows, vocab_size = len(call.speculator.finished), call.speculator.drafter.vocab_size
         row, start, tokens, settings, seed = wire.read_join(message.payload, rows, vocab_size)
         options = None if settings is None else read_options(settings)
@@ -181,7 +166,9 @@ class DraftServer:
         self._share_cores()
         is_alone = speculator.num_workers == 1
         outcome.states = lambda tokens, width: self._receive_states(call, tokens, width)
-        call.stop()
+        if call.passes is not None:
+            speculator.stop(call.passes)
+            call.passes = None
         found = speculator.look_up(outcome, plan)
         self._send(call, speculator.complete(found) if is_alone else found)
         if speculator.drafter.reads_target:  # they come before any other message
@@ -210,15 +197,18 @@ class DraftServer:
         self._prepare(call, speculator.plan)
 
     def _prepare(self, call: Call, plan: Plan) -> None:
-        self.channel.expect()  # the next message may arrive while the outcomes are chosen
-        call.prepare(plan)
+        """Chooses outcomes, and begins to grow their branches."""
+        self.channel.expect()  # the next message may arrive meanwhile
+        call.round += 1
+        call.passes = call.speculator.passes(plan)
+        self.grow(call)
 
     def _send(self, call: Call, speculation: Speculation) -> None:
         """Sends the tokens, with which the target starts, and then their distributions, which it needs later."""
         drafter, announced = call.speculator.drafter, None
         if drafter.uses_q and speculation.width:
             shape = (len(speculation.tokens), speculation.width, drafter.vocab_size)
-            to_come = wire.probabilities_to_come(shape, speculation.support)
+            to_come = wire.write_probabilities(torch.empty(shape, device="meta"), speculation.support)
             announced = Message(Kind.PROBABILITIES, payload=to_come)
         payload = wire.write_speculation(speculation)
         self.channel.send(Message(Kind.SPECULATION, call.number, call.round, payload, announces=announced))

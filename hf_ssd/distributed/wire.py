@@ -107,19 +107,14 @@ def read_plan(numbers: list[int]) -> Plan:
 
 @dataclass
 class Message:
-    """
-    A message of a session, the number of a generate() call (0: of none), and of a verification round. The payload is
-    whatever JSON can hold, or the one-dimensional tensor of a message that was announced.
-
-    `announces` is the next message, of the same session and round, whose payload is sent by
-    [`~hf_ssd.distributed.transport.Channel.send_announced`]. Until then only its type and length count, so it may be on
-    the device "meta".
-    """
+    """A message of a session, the number of a generate() call (0: of none), and of a verification round."""
 
     kind: Kind
     session: int = 0
     round: int = 0
-    payload: object = None
+    payload: object = None  # whatever JSON can hold, or the one-dimensional tensor of a message that was announced
+    # The next message, of the same session and round. Until its payload is sent by `Channel.send_announced`, only the
+    # type and length of it count, so it may be on the device "meta".
     announces: "Message | None" = None
 
 
@@ -135,10 +130,7 @@ def pack(message: Message) -> list[torch.Tensor]:
 
 
 def unpack(frame: torch.Tensor, largest: int = LARGEST_PAYLOAD) -> Message:
-    """
-    Returns the message of a frame. JSON that follows is a new tensor, to be received into and then to be read with
-    [`read_json`]; so is an announced tensor. More than `largest` bytes or elements are refused.
-    """
+    """Returns the message of a frame, with new tensors for JSON and for an announced payload that are to follow."""
     data = frame.numpy().tobytes()
     magic, version, *header = HEADER.unpack_from(data)
     if magic != MAGIC:
@@ -197,12 +189,10 @@ def read_list(values, length: int, of_what: str) -> list:
 
 
 def read_tokens(values, rows: int, longest: int, vocab_size: int = 2**63) -> list[list[int]]:
-    """Returns the tokens of each row."""
     return [read_numbers(row, longest, 0, vocab_size - 1) for row in read_list(values, rows, "the tokens of all rows")]
 
 
 def write_outcome(outcome: Outcome, plan: Plan) -> list:
-    """Returns the plan, the tokens that the target proposes for each row, and those that each row has gained."""
     return [write_fields(PLAN, plan), outcome.proposed, outcome.tokens]
 
 
@@ -222,7 +212,6 @@ def read_join(values, rows: int, vocab_size: int) -> list:
 
 
 def write_speculation(speculation: Speculation) -> list:
-    """Returns the draft's part of the record, and the tokens. Probabilities are sent separately."""
     record, tokens = speculation.record, speculation.tokens
     sources = [SOURCES.index(source) for source in record.sources]
     siblings = [[number for pair in of_row for number in pair] for of_row in speculation.siblings or ()]
@@ -272,23 +261,12 @@ def read_features(payload, tokens: int, width: int) -> torch.Tensor:
 
 
 def write_probabilities(probabilities: torch.FloatTensor, support: int) -> torch.Tensor:
-    """
-    Packs distributions `(..., vocab_size)` exactly. If a warper truncated them, so that at most a quarter of the
-    vocabulary has any chance, only those tokens are sent: as pairs of value and token, the value's bits as an integer.
-    `support` is the most tokens that have any chance in one of the distributions, or more.
-    """
+    """Packs distributions `(..., vocab_size)` exactly. At most `support` tokens have any chance in each of them."""
     if 4 * support > probabilities.shape[-1]:
         return probabilities.float().flatten()
+    # A warper truncated them: pairs of value and token are sent, the value's bits as an integer.
     values, tokens = probabilities.float().topk(support, dim=-1)
     return torch.stack([values.view(torch.int32), tokens.int()]).flatten()
-
-
-def probabilities_to_come(shape: tuple[int, ...], support: int) -> torch.Tensor:
-    """Returns a tensor on "meta" of the type and length that [`write_probabilities`] will return, to announce it."""
-    *shape, vocab_size = shape
-    if 4 * support > vocab_size:
-        return torch.empty(*shape, vocab_size, dtype=torch.float32, device="meta").flatten()
-    return torch.empty(2, *shape, support, dtype=torch.int32, device="meta").flatten()
 
 
 def read_probabilities(payload, shape: tuple[int, ...]) -> torch.FloatTensor:
