@@ -47,10 +47,7 @@ def join(meeting: dict, timeout: float) -> dist.Store:
 
 
 def check_file(meeting: dict) -> None:
-    """
-    Lets the next meeting use another file if a worker that failed to start left half an entry in this one, because
-    every reader would wait for the rest.
-    """
+    """Gives up the file if a failed worker has left half an entry, because every reader would wait for the rest."""
     path, _ = _private_file()
     if meeting.get("path") != path or not os.path.exists(path):
         return
@@ -63,10 +60,7 @@ def check_file(meeting: dict) -> None:
 
 
 def take_standard_streams() -> None:
-    """
-    Opens those of the descriptors 0, 1 and 2 that are closed, as in a daemon, so that no file gets their numbers: in a
-    child these are the standard streams.
-    """
+    """Opens those of the descriptors 0 to 2 that are closed, as in a daemon: a child has its standard streams there."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)

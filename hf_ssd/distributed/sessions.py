@@ -41,34 +41,24 @@ class DraftError(RuntimeError):
 
 @dataclass
 class SessionRequest:
-    """
-    The part of a generate() call that the draft needs to know.
-
-    `generation_config` is the one that transformers prepared, `max_length` included, and `prompts` are without padding.
-    `translation` leads from the target's tokens to the draft's, if their tokenizers differ. `head` is a fallback that
-    reads hidden states of the target, and `forced` gives the tokens that must follow in a row once it has gained some
-    tokens; neither is sent. `plan` holds until the first outcome arrives. `prompt_length` is that of the longest prompt
-    without tokens that were generated before the draft was ready. The worker drops keys and values that it computed
-    with another `weights_version`, and `has_half` of the CPU cores if that is planned. The draft keeps texts that it
-    has read in running batches within `keep_prefixes` bytes, in `kept` if it is in this process.
-    """
+    """The part of a generate() call that the draft needs to know. The last three fields are not sent."""
 
     config: SSDConfig
-    generation_config: GenerationConfig
-    prompts: list[torch.LongTensor]
+    generation_config: GenerationConfig  # the one that transformers prepared, `max_length` included
+    prompts: list[torch.LongTensor]  # without padding
     seed: int
     vocab_size: int
-    translation: Translation | None = None
-    plan: Plan = Plan(AHEAD, 1, 1, 1)
+    translation: Translation | None = None  # from the target's tokens to the draft's, if their tokenizers differ
+    plan: Plan = Plan(AHEAD, 1, 1, 1)  # until the first outcome arrives
     worker_index: int = 0
     num_workers: int = 1
-    prompt_length: int | None = None
-    weights_version: int = 0
-    has_half: bool = False
-    keep_prefixes: int = 0
-    head: object = None
-    kept: KeptPrefixes | None = None
-    forced: Callable[[int, list[int]], list[int]] | None = None
+    prompt_length: int | None = None  # of the longest prompt, without tokens generated before the draft was ready
+    weights_version: int = 0  # the worker drops keys and values that it computed with another one
+    has_half: bool = False  # whether the draft has half of the CPU cores
+    keep_prefixes: int = 0  # bytes within which the draft keeps texts that it has read in running batches
+    head: object = None  # a fallback that reads hidden states of the target
+    kept: KeptPrefixes | None = None  # these texts, of a draft in this process
+    forced: Callable[[int, list[int]], list[int]] | None = None  # the tokens that must follow a row's new ones
 
     def __post_init__(self):
         if self.prompt_length is None:
@@ -90,10 +80,7 @@ class SessionRequest:
 
     @classmethod
     def from_dict(cls, values: dict, translation: Translation | None, draft_size: int) -> "SessionRequest":
-        """
-        Reads a call, or raises [`ProtocolError`]. `translation` is the last one that came, which a call may mean again,
-        and `draft_size` the size of the draft's vocabulary.
-        """
+        """Reads a call, or raises [`ProtocolError`]. It may mean the `translation` again that came last."""
         try:
             generation_config = read_options(values["generation_config"])
             config = SSDConfig.from_dict(values["ssd_config"])
@@ -128,7 +115,6 @@ def settings_of(generation_config: GenerationConfig) -> dict:
 
 
 def read_options(settings: dict) -> GenerationConfig:
-    """Reads what [`settings_of`] returns, or raises [`ProtocolError`]."""
     try:
         return GenerationConfig.from_dict(settings)
     except Exception as error:  # transformers may raise any exception for a value of the wrong type
@@ -146,8 +132,7 @@ class DraftSession:
       now. The outcome of round 0 is the first token after the prompt.
     - `join(row, start, tokens, options, seed)`, before an outcome and only if the prompts of the request are empty,
       gives the tokens of a row after its first `start` tokens. With its `options`, which come with its last tokens, the
-      row takes part in the next verification, without tokens from the draft. Afterwards it has outcomes like other
-      rows. When it has ended, another row may join in its place.
+      row takes part in the next verification, without tokens from the draft. Afterwards it has outcomes.
     - `receive_speculation()` returns the next speculation, without probabilities. Rows that the target's process
       proposes for have no tokens. If the plan names a proposer there, rows that missed have none either: their source
       is `NOTHING`, and `send_proposals(tokens, sources)` must follow, which says what is verified.
@@ -160,10 +145,7 @@ class DraftSession:
 
 
 class WorkerSession(DraftSession):
-    """
-    A call with a single worker, which may serve other calls at the same time. Sends and receives with a deadline, drops
-    late messages, and knows whether the worker can be used again.
-    """
+    """A call with a single worker, which may serve other calls at the same time. It drops messages that come late."""
 
     def __init__(self, worker, number: int, request: SessionRequest):
         self.channel, self.takes_cores = worker.channel, worker.worker_info.get("takes_cores")
@@ -202,12 +184,8 @@ class WorkerSession(DraftSession):
         return self._receive(Kind.PROBABILITIES, None, wire.read_probabilities, shape)
 
     def _receive(self, kind: Kind, timeout: float | None, read: Callable, *size):
-        """
-        Returns the result of `read` for the payload of the next message, which must be of this kind and of the current
-        round; older messages are dropped. Raises [`DraftError`] if there is no such message in time: the timeout for
-        each of the calls that the worker serves, because it may be busy with the others.
-        """
-        calls = len(self.channel.inboxes)
+        """Returns the result of `read` for the next payload, which must be of this kind and of the current round."""
+        calls = len(self.channel.inboxes)  # the worker may be busy with each of them
         deadline = time.monotonic() + calls * (self.timeout if timeout is None else timeout)
         self.is_reusable = False  # until the worker has answered
         try:
@@ -246,10 +224,7 @@ _drafts: "weakref.WeakKeyDictionary[PreTrainedModel, Drafts]" = weakref.WeakKeyD
 
 
 class LocalSession(DraftSession):
-    """
-    The draft works while the target waits for its answer. What it has prepared ahead, if a plan has a budget, it
-    prepares then too. The draft's exceptions are raised as [`DraftError`].
-    """
+    """The draft works, and prepares if a plan has a budget, while the target waits for its answer."""
 
     def __init__(self, model: PreTrainedModel, request: SessionRequest):
         with _as_draft_error():

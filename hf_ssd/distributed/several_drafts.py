@@ -18,11 +18,9 @@ TIME_TO_READ = 0.5  # seconds for an answer of which others have used up the dea
 
 class SeveralDrafts(DraftSession):
     """
-    Each worker sends the speculation that it has prepared for the outcome of the round. No two workers prepare the same
-    outcome, so each row takes the speculation of the worker that has it. If tokens are missing, the first worker, the
-    *primary*, completes the speculation, and the others are told the result; or all are told what the target's process
-    proposes for rows that missed. A worker that fails is left out from then on, which is an error only if no worker is
-    left, or if `on_draft_failure` is `"raise"`.
+    No two workers prepare the same outcome, so each row takes the speculation of the worker that has it. If tokens are
+    missing, the first worker, the *primary*, completes the speculation, and the others are told the result; or all are
+    told what the target's process proposes for rows that missed.
     """
 
     def __init__(self, workers: list, number: int, request: SessionRequest):
@@ -56,7 +54,8 @@ class SeveralDrafts(DraftSession):
         found.tokens, primary, completed = [tokens[:width] for tokens in found.tokens], None, None
         while completed is None and min(known, default=width) < width:
             primary = self.sessions[0]
-            completed = self._try(primary, lambda session: self._complete(session, found, width))
+            primary.send_proposals(found.tokens, record.sources, width)
+            completed = self._try(primary, lambda one: self._receive(one, time.monotonic() + self.config.timeout))
         if completed is not None:
             found.tokens, record.steps, self.q = completed.tokens, completed.record.steps, completed.probabilities
             record.answer_seconds += completed.record.answer_seconds
@@ -85,7 +84,6 @@ class SeveralDrafts(DraftSession):
         return q
 
     def _receive(self, session: WorkerSession, deadline: float) -> Speculation:
-        """Returns the answer of a worker, with probabilities when sampling."""
         found = session.receive_speculation(max(TIME_TO_READ, deadline - time.monotonic()))
         if self.uses_q and found.width:
             found.probabilities = session.receive_probabilities()
@@ -103,10 +101,6 @@ class SeveralDrafts(DraftSession):
                 if one.probabilities is not None:
                     self.prepared[row] = one.probabilities[row, : len(one.tokens[row])]
         return merged
-
-    def _complete(self, primary: WorkerSession, found: Speculation, width: int) -> Speculation:
-        primary.send_proposals(found.tokens, found.record.sources, width)
-        return self._receive(primary, time.monotonic() + self.config.timeout)
 
     # ---------------------------------------------------------------- failures and the end
 

@@ -9,12 +9,7 @@ from .wire import Kind, Message
 
 
 class SharedChannel:
-    """
-    Sends whole messages of each session, and gives each session the messages for it. A single thread of those that wait
-    receives for all of them. The worker's failure is that of all sessions, and so is half a message, which an interrupt
-    may leave behind: the channel `is_broken` then. It is closed with the last session, because a channel that a thread
-    uses cannot be closed.
-    """
+    """Sends whole messages of each session. A single thread of those that wait receives for all of them."""
 
     def __init__(self, channel: Channel, process):
         self.channel, self.process = channel, process  # a `Child` or a `SupervisedChild`
@@ -22,6 +17,8 @@ class SharedChannel:
         self.changed = threading.Condition()  # the inboxes, who receives, or whether the channel is broken
         self.receiver: int | None = None  # the session whose thread receives
         self.sending = threading.RLock()
+        # The worker has failed, or an interrupt has left half a message behind. A channel that a thread uses cannot be
+        # closed, so it is closed with the last session.
         self.is_broken = False
         self.translation = None  # which was sent last
 

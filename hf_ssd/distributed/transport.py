@@ -39,11 +39,9 @@ class PeerLost(ConnectionError):
 
 
 class Channel:
-    """
-    One end of a two-way connection with the process that meets this one in `store`. In a `group` of more ranks the
-    first rank, the target, sends to all others.
-    """
+    """One end of a two-way connection with the process that meets this one in `store`."""
 
+    # In a `group` of more ranks the first rank, the target, sends to all others.
     def __init__(self, store: dist.Store | None, is_target: bool, hostname: str | None = LOOPBACK, group=None):
         self.largest = LARGEST_PAYLOAD  # elements that a received payload may have
         self.awake = AWAKE
@@ -74,7 +72,6 @@ class Channel:
         _let_others_run()
 
     def send_announced(self, payload: torch.Tensor) -> None:
-        """Starts to send the payload that the last message announced."""
         self.promised = None
         self._start(payload.cpu().contiguous())
         _let_others_run()
@@ -96,10 +93,7 @@ class Channel:
         return self.pending is not None and self.pending[0].is_completed()
 
     def receive(self, timeout: float | None) -> Message:
-        """
-        Returns the next message. A wait that ends by `TimeoutError` can be resumed by the next call; without a
-        `timeout` it ends with the other process, by [`PeerLost`]. After `self.awake` seconds the wait sleeps.
-        """
+        """Returns the next message. A wait that has ended by `TimeoutError` is resumed by the next call."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             if self.pending is None:
@@ -120,10 +114,7 @@ class Channel:
             return message
 
     def close(self) -> None:
-        """
-        Closes both directions; may be called more than once. Waits of the other process end with [`PeerLost`]. If the
-        other process may not receive all sent messages, it must have ended before, because gloo waits for them.
-        """
+        """Closes both directions. If the other process may not receive all sent messages, it must have ended before."""
         groups = [group for group in (self.outgoing, self.incoming) if group is not None]
         self.outgoing = self.incoming = self.pending = None
         self.sent.clear()
@@ -142,7 +133,7 @@ class Channel:
 
 
 def wait(work: dist.Work, deadline: float | None, awake: float = AWAKE) -> None:
-    """Waits until a transfer is complete. See [`Channel.receive`]."""
+    """Waits until a transfer is complete, without sleep for `awake` seconds. Ends with the other process, too."""
     asleep_at = min(time.monotonic() + awake, float("inf") if deadline is None else deadline)
     while not work.is_completed() and time.monotonic() < asleep_at:
         _let_others_run()
@@ -159,12 +150,9 @@ def wait(work: dist.Work, deadline: float | None, awake: float = AWAKE) -> None:
                 raise TimeoutError("no message came in time") from None
 
 
-def _let_others_run() -> None:
-    """Gives other threads a turn on this core: a message leaves when gloo's thread runs."""
-    if hasattr(os, "sched_yield"):
-        os.sched_yield()
-    else:
-        time.sleep(0)  # where there is no other way: it puts the core to sleep for a tenth of a millisecond
+# Gives other threads a turn on this core: a message leaves when gloo's thread runs. A system that has no other way puts
+# the core to sleep for a tenth of a millisecond.
+_let_others_run = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
 # ---------------------------------------------------------------- groups of two ranks: a process of each side
@@ -173,10 +161,7 @@ _kept: weakref.WeakSet = weakref.WeakSet()
 
 
 def keep_when_forked(thing):
-    """
-    Returns `thing`, and keeps it alive for ever in forked children. Destructors of groups and stores wait for threads
-    that do not exist there, which would abort the child.
-    """
+    """Keeps it in forked children, where destructors of groups and stores wait for threads that are not there."""
     _kept.add(thing)
     return thing
 
@@ -193,10 +178,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def gloo_group(store: dist.Store, name: str, rank: int, hostname: str | None = LOOPBACK) -> dist.ProcessGroup:
-    """
-    Connects to the other process, which does the same. `hostname` is the address of this end. With `None`, gloo chooses
-    an address that other machines can reach, by the name of the machine or by `GLOO_SOCKET_IFNAME`.
-    """
+    """Connects to the other process. Without a `hostname` gloo chooses an address that other machines can reach."""
     gloo = dist.ProcessGroupGloo
     options = keep_when_forked(gloo._Options())  # the options hold a device with a thread
     options._timeout, options._threads = CONNECT_TIMEOUT, 1
@@ -209,11 +191,9 @@ def gloo_group(store: dist.Store, name: str, rank: int, hostname: str | None = L
 
 @contextlib.contextmanager
 def _threads_that_let_compute():
-    """
-    If the process has a single core, threads that are created in this block do not interrupt the thread that computes.
-    Otherwise gloo's receiving thread interrupts its sending thread and spins until the scheduler's next tick, which
-    takes a tenth of a draft's time.
-    """
+    """If the process has a single core, threads that are created in this block do not interrupt the one there."""
+    # Otherwise gloo's receiving thread interrupts its sending thread and spins until the scheduler's next tick, which
+    # takes a tenth of a draft's time.
     is_alone = hasattr(os, "SCHED_BATCH") and len(os.sched_getaffinity(0)) == 1
     is_alone = is_alone and os.sched_getscheduler(0) == os.SCHED_OTHER
 

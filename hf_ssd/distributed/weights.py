@@ -192,7 +192,6 @@ def without_weights(recipe: dict) -> PreTrainedModel:
 
 
 def model_from_shared_weights(description: dict) -> PreTrainedModel:
-    """Rebuilds the model over the same memory."""
     model = without_weights(description)
     memory = _map(description["descriptor"], description["size"])
     tensors: dict[tuple, torch.Tensor] = {}
