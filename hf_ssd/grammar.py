@@ -1,10 +1,12 @@
 """Structured output: a logits processor that allows only texts of a grammar, such as the JSON of a schema."""
 
+import copy
 import json
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from transformers import LogitsProcessor
 
@@ -41,8 +43,13 @@ class Grammar(LogitsProcessor):
     """
 
     def __init__(self, schema: dict | str, tokenizer, eos_token_id: int | list[int] | None = None):
-        schema = _read(schema)
-        self._follow(lambda matcher: matcher.grammar_from_json_schema(schema, DEFAULTS), tokenizer, eos_token_id)
+        try:
+            found = json.loads(schema if isinstance(schema, str) else json.dumps(schema))
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"`schema` must be a JSON schema, a dict or its text: {error}.") from None
+        if not isinstance(found, dict):
+            raise TypeError(f"`schema` must be a JSON schema, a dict or its text, but is {json.dumps(found)}.")
+        self._follow(lambda matcher: matcher.grammar_from_json_schema(found, DEFAULTS), tokenizer, eos_token_id)
 
     @classmethod
     def from_lark(cls, grammar: str, tokenizer, eos_token_id: int | list[int] | None = None) -> "Grammar":
@@ -50,9 +57,9 @@ class Grammar(LogitsProcessor):
         Returns a processor for another grammar than that of JSON, in the [Lark syntax of
         llguidance](https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md).
         """
-        made = cls.__new__(cls)
-        made._follow(lambda matcher: matcher.grammar_from_lark(grammar), tokenizer, eos_token_id)
-        return made
+        processor = cls.__new__(cls)
+        processor._follow(lambda matcher: matcher.grammar_from_lark(grammar), tokenizer, eos_token_id)
+        return processor
 
     def _follow(self, grammar: Callable, tokenizer, eos_token_id) -> None:
         """Compiles what the function makes of llguidance's class of matchers."""
@@ -61,23 +68,19 @@ class Grammar(LogitsProcessor):
         except ImportError as error:
             raise ImportError("Structured output needs llguidance: pip install hf_ssd[structured]") from error
         of_llguidance = _tokenizer(getattr(tokenizer, "tokenizer", tokenizer), eos_token_id)
-        self.matcher = LLMatcher(of_llguidance, grammar(LLMatcher), log_level=0)
-        if self.matcher.is_error():
-            raise ValueError(f"The grammar cannot be followed: {self.matcher.get_error().splitlines()[0]}.")
-        end = bytearray((of_llguidance.vocab_size + 7) // 8)
-        for token in of_llguidance.eos_tokens:
-            end[token // 8] |= 1 << token % 8
-        self._begin(self.matcher, of_llguidance.vocab_size, bytes(end))
-
-    def _begin(self, matcher, vocab_size: int, end: bytes) -> None:
-        self.matcher, self.vocab_size, self.end = matcher, vocab_size, end
+        matcher = LLMatcher(of_llguidance, grammar(LLMatcher), log_level=0)
+        if matcher.is_error():
+            raise ValueError(f"The grammar cannot be followed: {matcher.get_error().splitlines()[0]}.")
+        self.vocab_size = of_llguidance.vocab_size
+        is_end = np.isin(np.arange(self.vocab_size), of_llguidance.eos_tokens)
+        end = np.packbits(is_end, bitorder="little").tobytes()
         self.rows = defaultdict(lambda: _Row(matcher.deep_copy(), end))
 
     def another(self) -> "Grammar":
         """Returns a processor for the same grammar, which serves another call."""
-        made = type(self).__new__(type(self))
-        made._begin(self.matcher, self.vocab_size, self.end)
-        return made
+        other = copy.copy(self)
+        other.rows = defaultdict(self.rows.default_factory)
+        return other
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         rows, length = input_ids.shape
@@ -106,17 +109,6 @@ class Grammar(LogitsProcessor):
     def forced(self, row: int, gained: list[int]) -> list[int]:
         """Returns the tokens that must follow in a row of the last call, once it has gained these tokens."""
         return self.rows[row].forced(gained)
-
-
-def _read(schema: dict | str) -> dict:
-    """Returns a schema as a dictionary, also that of a text."""
-    try:
-        found = json.loads(schema if isinstance(schema, str) else json.dumps(schema))
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"`schema` must be a JSON schema, a dict or its text: {error}.") from None
-    if not isinstance(found, dict):
-        raise TypeError(f"`schema` must be a JSON schema, a dict or its text, but is {json.dumps(found)}.")
-    return found
 
 
 def _tokenizer(tokenizer, eos_token_id: int | list[int] | None):
@@ -161,10 +153,7 @@ class _Row:
         self.text, self.positions = text.clone(), positions
 
     def masks(self, proposed: list[int]) -> list[bytes]:
-        """
-        Returns the allowed tokens of the next position and of the position after each proposed token, a bit for each
-        token. The positions after a proposed token that is not allowed are never used.
-        """
+        """Returns a bit for each token that is allowed next, and after each proposed token up to one that is not."""
         if self.start + self.taken < len(self.text):  # the text has ended
             return [self.end] * (len(proposed) + 1)
         found, taken = [self._mask()], 0
