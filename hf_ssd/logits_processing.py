@@ -1,21 +1,16 @@
 """
 Applies transformers' logits processors to many positions of many rows at once.
 
-In plain generation a processor sees a single position of each row, and all rows have the same length. Here each row has
-several positions, and rows differ in length. A single call suffices for processors that read only the scores
-(`STATELESS`), only the number of tokens (`MINIMUM_LENGTHS`), or only which tokens occurred (repetition penalty). A
-processor with a method `process_positions` takes all positions itself. Other processors are called once for each
-length, with the batch that they would see in plain generation.
+In plain generation a processor sees a single position of each row, and all rows have the same length. A single call
+suffices for processors that read only the scores, only the number of tokens, or only which tokens occurred (repetition
+penalty). Others are called once for each length, with the batch that they would see in plain generation.
 """
 
+import numpy as np
 import torch
-from transformers import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    PrefixConstrainedLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-)
+from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process
+from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from .devices import from_host
 
@@ -80,7 +75,7 @@ def process_positions(
     scores = scores.to(device=input_ids.device, dtype=torch.float32)
     if all(type(processor) in STATELESS for processor in processors):
         return processors(None, scores.flatten(0, 1)).view_as(scores)
-    _, positions, vocab_size = scores.shape
+    positions, vocab_size = scores.shape[1:]
     ends = torch.tensor([lengths[row] for row in rows])[:, None] + torch.arange(positions)  # on the CPU
     histories = input_ids[from_host(rows, input_ids.device), None, : int(ends.max())].expand(-1, positions, -1)
     for processor in processors:
@@ -93,12 +88,11 @@ def process_positions(
             continue
         processed = scores.clone()
         if type(processor) is PrefixConstrainedLogitsProcessor:  # called only for these rows and prefixes
-            for i, row in enumerate(rows):
+            for (i, j), length in np.ndenumerate(ends.numpy()):
                 one_row = PrefixConstrainedLogitsProcessor(
-                    lambda _, prefix, of=processor, row=row: of._prefix_allowed_tokens_fn(row, prefix), num_beams=1
+                    lambda _, prefix, of=processor, row=rows[i]: of._prefix_allowed_tokens_fn(row, prefix), num_beams=1
                 )
-                for j, length in enumerate(ends[i].tolist()):
-                    processed[i, j] = one_row(input_ids[row : row + 1, :length], scores[i : i + 1, j])[0]
+                processed[i, j] = one_row(input_ids[rows[i], None, :length], scores[i, j, None])[0]
         else:
             for length in ends.unique().tolist():
                 places, steps = (ends == length).nonzero(as_tuple=True)
@@ -116,10 +110,7 @@ def process_positions(
 def process_branches(
     processors: LogitsProcessorList, scores: torch.Tensor, histories: torch.LongTensor | None, lengths: torch.LongTensor
 ) -> torch.Tensor:
-    """
-    Processes the scores `(sequences, vocab_size)` of independent sequences. Processors with [`needs_history`] read the
-    tokens before position `i`, which are `histories[i, : lengths[i]]`. `lengths` is on the CPU.
-    """
+    """Processes the scores `(sequences, vocab_size)` after `histories[i, : lengths[i]]`. `lengths` are on the CPU."""
     for processor in processors:
         together = _process_together(processor, scores, histories, lengths)
         if together is not None:
@@ -136,14 +127,11 @@ def process_branches(
 def _process_together(
     processor: LogitsProcessor,
     scores: torch.Tensor,
-    histories: torch.LongTensor | None,
-    lengths: torch.LongTensor,
-    rows: list[int] | None = None,
+    histories: torch.LongTensor | None,  # (..., columns)
+    lengths: torch.LongTensor,  # (...)
+    rows: list[int] | None = None,  # of the batch, to which these belong
 ) -> torch.Tensor | None:
-    """
-    Processes the scores `(positions, vocab_size)` in a single call, or returns `None` if the processor must be called
-    for each length. `histories` `(..., columns)` and `lengths` `(...)` belong to the `rows` of the batch.
-    """
+    """Processes scores `(positions, vocab_size)` in one call, or returns `None` if it takes one for each length."""
     kind = type(processor)
     if kind in STATELESS:
         return processor(None, scores)
