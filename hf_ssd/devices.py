@@ -38,10 +38,7 @@ def identity(device: torch.device) -> str | None:
 
 
 def from_host(values, device: torch.device) -> torch.Tensor:
-    """
-    Returns values as a tensor on a device. The host does not wait for earlier work of a GPU, as it does with
-    `torch.tensor(values, device=...)`, `.to(device)` or an index on the host.
-    """
+    """Returns values as a tensor on a device. The host does not wait for a GPU, as it does with `.to(device)`."""
     if not isinstance(values, torch.Tensor):
         values = torch.tensor(values)
         values = values if values.numel() else values.long()  # torch takes an empty list for floats
@@ -65,13 +62,11 @@ class HostCopy:
 
     def __init__(self, *tensors: torch.LongTensor):
         self.shapes, self.event = [tensor.shape for tensor in tensors], None
-        if tensors[0].device.type == "cuda":
-            flat = torch.cat([tensor.flatten() for tensor in tensors])
-            self.flat = flat.to("cpu", non_blocking=True)  # which is pinned memory
+        flat = torch.cat([tensor.flatten() for tensor in tensors])
+        self.flat = flat.to("cpu", non_blocking=flat.device.type == "cuda")  # which is pinned memory on CUDA
+        if flat.device.type == "cuda":
             self.event = torch.cuda.Event()
             self.event.record(torch.cuda.current_stream(flat.device))
-        else:
-            self.flat = torch.cat([tensor.flatten() for tensor in to_host(*tensors)])
 
     def has_arrived(self) -> bool:
         return self.event is None or self.event.query()

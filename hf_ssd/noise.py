@@ -47,10 +47,7 @@ def check_fits(rows: int, positions: int, vocab_size: int) -> None:
 
 
 class Noise:
-    """
-    The numbers of a seed, for each token of a vocabulary. In a `coupled` call the position of a token alone decides
-    with which of them it is drawn, whoever draws it.
-    """
+    """The numbers of a seed. In a `coupled` call a token's position alone decides with which of them it is drawn."""
 
     def __init__(self, seed: int, vocab_size: int, coupled: bool = False):
         self.vocab_size, self.coupled, self.first = vocab_size, coupled, int(splitmix(np.array([seed]))[0])

@@ -18,42 +18,31 @@ PREPARED = "prepared"  # the outcome was in the speculation cache: a hit
 NOTHING = "nothing"  # the row has no speculation
 BY_TARGET = (*BUILT_IN, CUSTOM)  # sources in the target's process
 SOURCES = (PREPARED, PRIMARY, *BY_TARGET, NOTHING)  # where the speculation of a row comes from
-
-
 FINISHED = -1  # accepted count of a row that needs no more tokens: it gains none, not even a bonus token
 
 
 @dataclass(frozen=True)
 class Plan:
-    """
-    Instructions for the next speculations, decided by the target. Those for the draft are sent with each outcome.
-
-    `early` is the most tokens of the early proposer, which a row verifies in the place of drafted tokens where it has
-    some. 0 if it does not compete with the draft. In mode `"plain"` nothing else is verified.
-    """
+    """Instructions for the next speculations, decided by the target. Those for the draft are sent with each outcome."""
 
     mode: str  # "plain" (no draft), "in_turn" (draft after the outcome) or "ahead" (SSD)
     lookahead: int = 0  # tokens in a speculation, K in the paper
     after_miss: int = 0  # tokens to draft just in time after a miss, at most `lookahead`
     budget: int = 0  # outcomes to prepare for each row, B in the paper; 0 unless the mode is "ahead"
     fallback: str = PRIMARY  # the source of a row's speculation after a miss
-    early: int = 0
+    early: int = 0  # most tokens of the early proposer, which a row takes in the place of drafted tokens if it has some
     nodes: int = 0  # of a row's token tree; a chain unless they are more than the tokens of the speculation
 
 
 @dataclass
 class Outcome:
-    """
-    What verification has added to the rows, as integers on the host: all `tokens` that each row has gained since the
-    draft was last told, the accepted tokens and the bonus token of a round, and the tokens of later rounds in which the
-    draft was not asked. Empty for a row that needs no more tokens. `proposed` are the tokens that the target's process
-    proposes for each row next, so that the draft need not; empty for a row that is drafted for. All are certain.
-    `states` are the target's hidden states `(tokens, width)` at the tokens that the draft has none for, row after row,
-    or a function of these two numbers that receives them; `None` if no draft reads them.
-    """
+    """What verification has added to the rows since the draft was last told, on the host."""
 
-    tokens: list[list[int]]
+    tokens: list[list[int]]  # of one round or more; empty for a row that needs no more
+    # Certain tokens that the target's process proposes for each row next; empty for a row that is drafted for.
     proposed: list[list[int]] | None = None
+    # The target's hidden states (tokens, width) at the tokens that the draft has none for, row after row, or a function
+    # of these two numbers that receives them; `None` if no draft reads them.
     states: torch.Tensor | Callable[[int, int], torch.Tensor] | None = None
 
     @classmethod
@@ -179,17 +168,14 @@ class RoundRecord:
 
 @dataclass
 class Speculation:
-    """
-    The tokens of each row that the target verifies next, on the host. Within the draft it may be incomplete: then rows
-    differ in length. Each token was drawn from `probabilities` `(batch_size, lookahead, vocab_size)`; `None` if all are
-    certain or the probabilities follow later. With `siblings` the tokens of each row are the trunk of a tree: a sibling
-    `(depth, token)` is verified beside the drafted token number `depth`, and no token follows it.
-    """
+    """The tokens of each row that the target verifies next, on the host. Rows differ in length while tokens lack."""
 
     tokens: list[list[int]]
+    # What each was drawn from (batch_size, lookahead, vocab_size); `None` if all are certain, or if they follow later.
     probabilities: torch.FloatTensor | None = None
     record: RoundRecord = field(default_factory=RoundRecord)  # the draft's part of it
     support: int | None = None  # the largest number of tokens with a nonzero probability, if it is known
+    # Leaves of a tree, (depth, token), each of which is verified beside the drafted token number `depth`.
     siblings: list[list[tuple[int, int]]] | None = None
     beside: list[list[list[int]]] | None = None  # within the draft, see [`~hf_ssd.drafting.siblings.beside`]
 

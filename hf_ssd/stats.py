@@ -123,9 +123,8 @@ class SSDStats:
             line = {name: value for name, value in vars(record).items() if not isinstance(value, list)}
             counts = [record.accepted[row] for row in record.live]
             line |= {"rows": len(counts), "hits": sum(record.hits[row] for row in record.live)}
-            line["early"] = sum(map(record.is_early, record.live))
-            line |= {"draft_seconds": record.draft_seconds, "accepted": sum(counts) / len(counts) if counts else None}
-            lines.append(line)
+            line |= {"early": sum(map(record.is_early, record.live)), "draft_seconds": record.draft_seconds}
+            lines.append(line | {"accepted": sum(counts) / len(counts) if counts else None})
         return pandas.DataFrame(lines).rename_axis("round")
 
     def to_dict(self) -> dict:
