@@ -21,7 +21,6 @@ class KeptText(NamedTuple):
 
     tokens: list[int]
     cache: RaggedCache
-    nbytes: int
 
     def shared(self, tokens: list[int]) -> int:
         """Returns how many first tokens a text has in common with this one. A recurrent state serves as a whole."""
@@ -30,14 +29,11 @@ class KeptText(NamedTuple):
 
 
 class KeptPrefixes:
-    """
-    Copies of the columns of rows of one model that have ended. The text that was used longest ago goes first. A row
-    that joins begins with the longest prefix that its text shares with one of them, or with a row being decoded.
-    """
+    """Copies of the columns of rows of one model that have ended, for rows that join."""
 
     def __init__(self, most: int = 0):
         self.most = most  # bytes; AUTO: as many as the free memory allows
-        self.texts: list[KeptText] = []  # in the order in which they were used
+        self.texts: list[KeptText] = []  # in the order in which they were used, in which they go
         self.hits = 0  # tokens that were not read again
         self.marks: tuple | None = None  # of the weights, hooks and adapters that the columns were computed with
 
@@ -55,7 +51,7 @@ class KeptPrefixes:
 
     @property
     def nbytes(self) -> int:
-        return sum(text.nbytes for text in self.texts)
+        return sum(text.cache.nbytes for text in self.texts)
 
     def known(self, tokens: list[int], decoder: CachedModel, live: Mapping[int, list[int]]) -> int:
         """Returns how many first tokens need not be read. `live` has, by row, the tokens in the decoder's cache."""
@@ -88,18 +84,14 @@ class KeptPrefixes:
         if count < WORTH_KEEPING:
             return
         tokens, size = tokens[:count], count * decoder.cache.bytes_of_a_column
-        limit = self._limit(decoder.device)
-        if size > limit:
-            return
-        can_be_cut = decoder.cache.can_be_cut
-        if can_be_cut and any(text.tokens[:count] == tokens for text in self.texts):
+        limit, can_be_cut = self._limit(decoder.device), decoder.cache.can_be_cut
+        if size > limit or can_be_cut and any(text.tokens[:count] == tokens for text in self.texts):
             return
         # A text that goes on takes the place of its beginning.
         self.texts = [text for text in self.texts if text.tokens != tokens[: len(text.tokens) if can_be_cut else None]]
         self._keep_to(limit - size)
         try:
-            cache = decoder.of_row(row, count)
-            self.texts.append(KeptText(tokens, cache, cache.nbytes))
+            self.texts.append(KeptText(tokens, decoder.of_row(row, count)))
         except torch.OutOfMemoryError:  # nobody needs what is kept
             self.texts.clear()
         self._keep_to(limit)

@@ -1,6 +1,8 @@
 """Values of rows that grow by different amounts."""
 
 import torch
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from ..devices import from_host
 
@@ -16,10 +18,7 @@ class RowStore:
     @classmethod
     def of(cls, texts: list[torch.LongTensor]) -> "RowStore":
         """Returns texts of different lengths as rows."""
-        store = cls(texts[0].new_zeros(len(texts), max(map(len, texts)) + ROOM))
-        for row, text in enumerate(texts):
-            store.put(row, 0, text)
-        return store
+        return cls(pad(pad_sequence(texts, batch_first=True), (0, ROOM)))
 
     def reserve(self, width: int) -> None:
         """Makes room for at least `width` columns."""
