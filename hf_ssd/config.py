@@ -43,19 +43,17 @@ class SSDConfig:
     Args:
         lookahead (`int` or `str`, *optional*, defaults to `"auto"`):
             Number of drafted tokens in a speculation, K in the paper. At most 64; 0 never drafts. `"auto"` chooses it
-            during generation from measured times, acceptance and hits, down to 0 where the draft does not pay. A call
-            that samples with a fixed lookahead waits for a worker that is starting, so that a seed repeats its tokens.
-            Other calls do not wait: until the worker is ready, a draft that was given as a model runs in the target's
-            process, alternating with the target.
+            during generation from measured times, acceptance and hits, down to 0 where the draft does not pay. Only a
+            call that samples with a fixed lookahead waits for a worker that is starting, so that a seed repeats its
+            tokens.
         budget (`int` or `str`, *optional*, defaults to `"auto"`):
             Number of verification outcomes prepared for each row in each round, B in the paper. At least 1. `"auto"`
             chooses it in the same way as the lookahead.
         tree_nodes (`int` or `str`, *optional*, defaults to `"auto"`):
             How many drafted tokens are verified for each row in a pass: the `lookahead` tokens of the speculation, and
             beside them, as further leaves of a token tree, those that the draft ranks next where it is least certain.
-            At most 256. `"auto"` verifies no others, because they were not found to pay on a CPU. Takes effect where a
-            mask can hide columns and tokens are decided by comparison: in greedy decoding and with
-            `verification="coupled"`.
+            At most 256; `"auto"` verifies no others. Takes effect where a mask can hide columns and tokens are decided
+            by comparison: in greedy decoding and with `verification="coupled"`.
         fan_out (`str` or `list[int]`, *optional*, defaults to `"confidence"`):
             How the budget is shared between the accepted counts 0 to K, F_k in the paper: `"confidence"` (the most
             likely outcomes of this round), `"geometric"` (Theorem 12), `"uniform"`, or a list of lookahead + 1
@@ -70,22 +68,19 @@ class SSDConfig:
         fallback (`str` or object, *optional*, defaults to `"auto"`):
             The source of a row's speculation if its outcome was not prepared: `"primary"` (the draft model, just in
             time), `"ngram"` (the tokens that followed the last tokens at an earlier occurrence), `"random"` (any tokens
-            of the text), `"mtp"` (the target's own layer for multi-token prediction, in the target's process, see
-            `drafter`), or `"auto"`: the primary, and with `lookahead="auto"` and a single draft n-grams compete with
-            it in every round, where the planner finds that the texts repeat themselves. Or a transformers
-            `CandidateGenerator`, or an object whose `propose(input_ids, lookahead)` takes ids of shape `(1, length)`
-            and returns tokens and their probabilities `(1, n, vocab_size)`, or `None` for certain tokens. Both kinds of
-            object are called in the target's process.
+            of the text), `"mtp"` (see `drafter`), or `"auto"`: the primary, and with `lookahead="auto"` and a single
+            draft n-grams compete with it in every round, where the planner finds that the texts repeat themselves. Or,
+            called in the target's process, a transformers `CandidateGenerator`, or an object whose `propose(input_ids,
+            lookahead)` takes ids of shape `(1, length)` and returns tokens and their probabilities `(1, n,
+            vocab_size)`, or `None` for certain tokens.
         drafter (`str`, *optional*, defaults to `"auto"`):
             How the draft model proposes tokens: `"autoregressive"` (a forward pass for each token), `"parallel"` (a
-            single pass for all tokens, which PARD models are trained for; their config has `pard_token`), `"eagle3"` (a
-            head that reads the target's hidden states), `"dflash"` (a draft that reads them and fills a block of mask
-            tokens in a single pass), or `"auto"`, which is the kind that the model was made for. A draft that takes a
-            single pass draws its tokens from marginals, and processors that read the tokens before a position, such as
-            repetition penalties, see only the tokens before the speculation. Two kinds take no draft model and work in
-            the target's process: with `"ngram"`, where the last tokens of a row have occurred before in it, the tokens
-            that followed them there are proposed (prompt lookup); `"mtp"` drafts with the target's own layer for
-            multi-token prediction, loaded from the target's checkpoint.
+            single pass for all tokens, which PARD models are trained for), `"eagle3"` (a head that reads the target's
+            hidden states), `"dflash"` (a draft that reads them and fills a block of mask tokens in a single pass), or
+            `"auto"`, which is the kind that the model was made for. Two kinds take no draft model and work in the
+            target's process: `"ngram"` proposes what followed the last tokens of a row where they have occurred before
+            in it (prompt lookup), and `"mtp"` drafts with the target's own layer for multi-token prediction, loaded
+            from the target's checkpoint.
         acceptance_rate (`float`, *optional*, defaults to 0.8):
             Prior for the chance that a drafted token is accepted, a in Theorem 12. Between 0 and 1, both excluded.
         power_law_exponent (`float`, *optional*, defaults to 0.5):
@@ -104,18 +99,16 @@ class SSDConfig:
             sampling.
         cuda_graphs (`bool` or `str`, *optional*, defaults to `"auto"`):
             Whether forward passes over a few tokens are captured as CUDA graphs and replayed, so that the host launches
-            a whole pass and not each kernel. `"auto"` does so for a model that is on a single CUDA device; `True` also
-            warns once if a model is not on CUDA. A model that is compiled, has hooks or adapters, is on several
-            devices, uses flash attention or has a rotary embedding that depends on the length of the text runs without
-            graphs. Graphs and the storage that they read stay in the device's memory until the model is deleted.
+            a whole pass and not each kernel. `"auto"` does so for a model that is on a single CUDA device, if it can be
+            captured; `True` also warns once if a model is not on CUDA. Graphs and the storage that they read stay in
+            the device's memory until the model is deleted.
         pack_weights (`bool` or `str`, *optional*, defaults to `"auto"`):
             Whether passes on a CPU use copies of the weights of `nn.Linear` layers and of experts, in the order in
-            which the processor reads them, which makes passes over a few tokens several times faster in float32. The
-            model does not change, and results differ by rounding. `"auto"` packs layers for which a trial shows a gain,
-            if the free memory holds the copies twice; `True` packs all layers that can be packed; `False` none. The
-            trial goes by the clock, so set `True` or `False` where a seed is to repeat a text exactly in another
-            process. A copy is as large as the weight and is kept until the model is deleted; `hf-ssd chat` and a worker
-            that loads its draft from a folder give up the weight itself. Compiled models and GPUs do without.
+            which the processor reads them, which makes passes over a few tokens several times faster in float32.
+            Results differ by rounding. `"auto"` packs layers for which a trial shows a gain, if the free memory holds
+            the copies twice; `True` packs all layers that can be packed; `False` none. The trial goes by the clock, so
+            set `True` or `False` where a seed is to repeat a text exactly in another process. A copy is as large as the
+            weight and is kept until the model is deleted. Compiled models and GPUs do without.
     """
 
     lookahead: int | str = "auto"
@@ -143,19 +136,13 @@ class SSDConfig:
             _require("fan_out", self.fan_out, fits, f"{_FAN_OUT} ({length}, not all zero)")
             self.fan_out, self.lookahead, self.budget = list(counts), len(counts) - 1, sum(counts)
         a, r, c, timeout = map(_number, (self.acceptance_rate, self.power_law_exponent, self.saguaro_c, self.timeout))
-        longest, has_named_fallback = LONGEST_LOOKAHEAD, isinstance(self.fallback, str)
+        longest, most, has_named_fallback = LONGEST_LOOKAHEAD, MOST_NODES, isinstance(self.fallback, str)
         can_propose = any(callable(getattr(self.fallback, name, None)) for name in ("propose", "get_candidates"))
         rules = {
             "fan_out": (isinstance(self.fan_out, list) or self.fan_out in FAN_OUTS, _FAN_OUT),
-            "lookahead": (
-                self.lookahead in LOOKAHEADS or _is_integer(self.lookahead, 0, longest),
-                f'"auto" or an integer between 0 and {longest}',
-            ),
-            "budget": (self.budget == "auto" or _is_integer(self.budget, 1), '"auto" or an integer of at least 1'),
-            "tree_nodes": (
-                self.tree_nodes == "auto" or _is_integer(self.tree_nodes, 1, MOST_NODES),
-                f'"auto" or an integer between 1 and {MOST_NODES}',
-            ),
+            "lookahead": (_is_count(self.lookahead, 0, longest), f'"auto" or an integer between 0 and {longest}'),
+            "budget": (_is_count(self.budget, 1), '"auto" or an integer of at least 1'),
+            "tree_nodes": (_is_count(self.tree_nodes, 1, most), f'"auto" or an integer between 1 and {most}'),
             "saguaro_c": (0 <= c <= 1, "a number between 0 and 1"),
             "verification": (self.verification in VERIFICATIONS, ", ".join(f'"{name}"' for name in VERIFICATIONS)),
             "fallback": (self.fallback in FALLBACKS if has_named_fallback else can_propose, _FALLBACK),
@@ -243,7 +230,6 @@ class SSDConfig:
 
 
 FAN_OUTS = ("confidence", "geometric", "uniform")
-LOOKAHEADS = ("auto",)
 VERIFICATIONS = REJECTION, COUPLED = ("rejection", "coupled")
 FALLBACKS = ("auto", "primary", "mtp", "ngram", "random")
 DRAFTERS = ("auto", "autoregressive", "parallel", "eagle3", "dflash", "mtp", "ngram")
@@ -262,6 +248,10 @@ def could_be_hub_id(name: str) -> bool:
 def _require(name: str, value, is_allowed: bool, allowed: str) -> None:
     if not is_allowed:
         raise ValueError(f"SSDConfig: `{name}` is {value!r}, but must be {allowed}.")
+
+
+def _is_count(value, low: int, high: float = math.inf) -> bool:
+    return value == "auto" or _is_integer(value, low, high)
 
 
 def _is_integer(value, low: int, high: float = math.inf) -> bool:

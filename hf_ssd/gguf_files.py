@@ -11,10 +11,7 @@ OTHER_MODELS = ("config.json", "adapter_config.json")  # a folder with one of th
 
 
 def gguf_place(path: str | os.PathLike, options: dict) -> tuple[str, dict]:
-    """
-    Returns the folder and the options with which `from_pretrained` reads the model at a path: those that were given,
-    unless the path is a GGUF file, or a folder that has a GGUF file and no other model.
-    """
+    """Returns the folder and options with which `from_pretrained` reads a path, which may lead to a GGUF file."""
     path, place = os.fspath(path), Path(path)
     if options.get("gguf_file") is not None:
         return path, options

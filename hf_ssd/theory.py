@@ -18,10 +18,7 @@ from operator import mul
 
 
 def acceptance_rate(p: list[float], q: list[float]) -> float:
-    """
-    How often speculative decoding accepts a token drawn from q: sum_x min(p(x), q(x)) (Theorem 1). `p` and `q` are the
-    target's and the draft's probability of each token.
-    """
+    """How often a drafted token is accepted: sum_x min(p(x), q(x)) of the target's p and the draft's q (Theorem 1)."""
     _check(0, 1, p=p, q=q)
     for name, total in (("p", math.fsum(p)), ("q", math.fsum(q))):
         if abs(total - 1) > 1e-4:  # a float32 softmax over a large vocabulary sums to 1 only roughly
@@ -41,10 +38,7 @@ def expected_tokens(acceptance_rate: float, lookahead: int) -> float:
 
 
 def expected_tokens_by_lookahead(acceptance_rates: list[float]) -> list[float]:
-    """
-    Expected tokens of a round with 0 to K drafted tokens, if the k-th is accepted with the k-th rate where all before
-    it were: E = 1 + a_1 + a_1 a_2 + ... It ends with `expected_tokens` if all rates are equal.
-    """
+    """Expected tokens of a round with 0 to K drafted tokens with rates of their own: E = 1 + a_1 + a_1 a_2 + ..."""
     _check(0, 1, acceptance_rates=acceptance_rates)
     return list(accumulate(accumulate(acceptance_rates, mul), initial=1.0))
 
@@ -155,10 +149,7 @@ def critical_batch_size(hit_rate: float, primary_time: float, expected_hit: floa
 
 
 def fit_power_law(fan_outs: list[float], miss_rates: list[float]) -> tuple[float, float]:
-    """
-    Fits miss rate = scale * F^-r by least squares in logarithms, and returns the scale and r. Miss rates of 0 are left
-    out.
-    """
+    """Fits miss rate = scale * F^-r, by least squares in logarithms without rates of 0. Returns the scale and r."""
     _check(0, math.inf, exclusive=True, fan_outs=fan_outs)
     _check(0, 1, miss_rates=miss_rates)
     points = [(math.log(fan_out), math.log(miss)) for fan_out, miss in zip(fan_outs, miss_rates) if miss > 0]
