@@ -112,14 +112,12 @@ def process_branches(
 ) -> torch.Tensor:
     """Processes the scores `(sequences, vocab_size)` after `histories[i, : lengths[i]]`. `lengths` are on the CPU."""
     for processor in processors:
-        together = _process_together(processor, scores, histories, lengths)
-        if together is not None:
-            scores = together
-            continue
-        processed = scores.clone()
-        for length in lengths.unique().tolist():
-            rows = from_host((lengths == length).nonzero().squeeze(1), scores.device)
-            processed[rows] = processor(histories[rows, :length], scores[rows])
+        processed = _process_together(processor, scores, histories, lengths)
+        if processed is None:
+            processed = scores.clone()
+            for length in lengths.unique().tolist():
+                rows = from_host((lengths == length).nonzero().squeeze(1), scores.device)
+                processed[rows] = processor(histories[rows, :length], scores[rows])
         scores = processed
     return scores
 
