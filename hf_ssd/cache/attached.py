@@ -10,6 +10,7 @@ from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel
 
 SAMPLES = 4  # least number of values of each tensor that are compared
+GLOBAL_HOOKS = torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks  # of all modules
 READ_ONLY = ("transformers.", "hf_ssd.")  # packages whose hooks capture outputs and change nothing
 LIBRARIES = ("torch", "transformers", "hf_ssd", "accelerate")  # packages whose modules compute tokens independently
 
@@ -41,7 +42,7 @@ class Attached:
 
 def attached_to(model: PreTrainedModel) -> Attached:
     """Returns what is attached to a model."""
-    found = Attached(hooks=[key for hooks in _global_hooks() for key in hooks])
+    found = Attached(hooks=[key for hooks in GLOBAL_HOOKS for key in hooks])
     waiting, seen = [model], set()
     while waiting:  # model.modules() also makes names, which takes longer
         module = waiting.pop()
@@ -101,7 +102,7 @@ def forward_of(module: nn.Module) -> Callable | None:
 
 def describe(model: PreTrainedModel) -> str:
     """Names the hooks, forwards and active adapters of a model, for a message. An empty string if it has none."""
-    named = [f"the global forward hook `{_name(hook)}`" for hooks in _global_hooks() for hook in hooks.values()]
+    named = [f"the global forward hook `{_name(hook)}`" for hooks in GLOBAL_HOOKS for hook in hooks.values()]
     for path, module in model.named_modules():
         place = f"`{path}`" if path else "the model"
         named += [f"the forward hook `{_name(hook)}` on {place}" for _, hook in hooks_of(module)]
@@ -122,10 +123,6 @@ def activated_loras(model: PreTrainedModel) -> list[str]:
     configs = vars(model).get("peft_config") or {}
     named = [name for name, config in configs.items() if getattr(config, "alora_invocation_tokens", None)]
     return sorted({*named} & {*active_adapters(attached_to(model))}) if named else []
-
-
-def _global_hooks() -> tuple[dict[int, Callable], ...]:
-    return torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks
 
 
 def _name(function: Callable) -> str:

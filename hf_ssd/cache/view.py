@@ -1,11 +1,10 @@
-"""
-Views of a model: its weights in modules of our own, which have what our passes do differently (names of attention
-functions, hooks, settings of Mamba layers). Another thread may be using the model, and any line may be interrupted.
-"""
+"""Views of a model: its weights in modules of our own, which have what our passes do differently."""
 
 import copy
-import functools
+import gc
+import operator
 from collections.abc import Callable, Collection, Mapping
+from functools import partial, update_wrapper
 from types import CellType, FunctionType, MethodType
 
 from torch import nn
@@ -21,10 +20,7 @@ def view_of(
     hooked: Collection[nn.Module] = (),  # modules whose copies have hooks of their own beside the model's
     forwards: Mapping[nn.Module, Callable] = {},  # of the copies of some modules
 ) -> tuple[PreTrainedModel, list[PreTrainedConfig]]:
-    """
-    Returns a view of a model, and its configs. Modules that have a config or contain copies are copies, with the same
-    weights, buffers and hooks. The view is not compiled, and sees later changes of weights and hooks, not of modules.
-    """
+    """Returns a view of a model, and its configs. It is not compiled, and sees later changes but those of modules."""
     needed: dict[nn.Module, bool] = {}
     configs: dict[int, PreTrainedConfig] = {}
 
@@ -85,48 +81,30 @@ def _seen(value, copies: dict[int, object], within: tuple = ()):
     if id(value) in copies:
         return copies[id(value)]
     kind = type(value)
-    if kind in (list, tuple, dict):
-        before = list(value.values() if kind is dict else value)
-        after = [copies.get(id(one), one) for one in before]
-        is_same = all(new is old for new, old in zip(after, before))
-        return value if is_same else kind(zip(value, after)) if kind is dict else kind(after)
-    if not callable(value) or any(value is one for one in within) or isinstance(value, nn.Module):
+    if isinstance(value, nn.Module) or any(value is one for one in within):
         return value
-    within = (*within, value)
-    compiled = getattr(value, "_torchdynamo_orig_callable", None)
-    if compiled is not None:
-        seen = _seen(compiled, copies, within)
-        return value if seen is compiled else seen
-    if kind is MethodType:
-        function, owner = _seen(value.__func__, copies, within), copies.get(id(value.__self__), value.__self__)
-        is_same = function is value.__func__ and owner is value.__self__
-        return value if is_same else MethodType(function, owner)
-    if kind is functools.partial:
-        before = (value.func, *value.args)
-        after = [_seen(one, copies, within) for one in before]
-        if any(new is not old for new, old in zip(after, before)):
-            other = functools.partial(*after, **value.keywords)
-            other.__dict__.update(vars(value))
-            return other
-    if kind is FunctionType and value.__closure__:
-        return _closed_over(value, copies, within)
-    return value
+    if kind in (list, tuple):
+        parts, build = value, kind
+    elif kind is dict:
+        parts, build = list(value.values()), lambda parts: dict(zip(value, parts))
+    elif callable(value) and getattr(value, "_torchdynamo_orig_callable", None) is not None:
+        parts, build = (value._torchdynamo_orig_callable,), lambda parts: parts[0]
+    elif kind is MethodType:
+        parts, build = (value.__func__, value.__self__), lambda parts: MethodType(*parts)
+    elif kind is partial:
+        parts, build = (value.func, *value.args), lambda parts: update_wrapper(partial(*parts, **value.keywords), value)
+    elif kind is FunctionType and value.__closure__:
+        parts, build = value.__closure__, lambda parts: _with_closure(value, parts)
+    elif kind is CellType:
+        parts, build = gc.get_referents(value), lambda parts: CellType(*parts)  # none in a variable without a value
+    else:
+        return value
+    seen = [_seen(part, copies, (*within, value)) for part in parts]
+    return value if all(map(operator.is_, seen, parts)) else build(seen)
 
 
-def _closed_over(function: FunctionType, copies: dict[int, object], within: tuple) -> FunctionType:
-    """Returns a function whose closure has copies in the place of modules. It shares all its other variables."""
-    cells = []
-    for cell in function.__closure__:
-        try:
-            before = cell.cell_contents
-            after = _seen(before, copies, within)
-            cells.append(cell if after is before else CellType(after))
-        except ValueError:  # a variable without a value
-            cells.append(cell)
-    if all(new is old for new, old in zip(cells, function.__closure__)):
-        return function
-    other = FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells)
-    )
+def _with_closure(function: FunctionType, cells: list[CellType]) -> FunctionType:
+    closure = tuple(cells)
+    other = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, closure)
     other.__kwdefaults__, other.__dict__ = function.__kwdefaults__, function.__dict__
     return other
