@@ -1,8 +1,4 @@
-"""Attention for grouped heads without a copy of the keys and values.
-
-Where a mask hides columns, transformers' sdpa repeats keys and values for each head of a group. Here the heads of a
-group, which see the same keys, are folded into the queries instead, in passes of this package alone.
-"""
+"""Attention for grouped heads without a copy of the keys and values, in passes of this package alone."""
 
 import contextlib
 import threading
@@ -31,10 +27,8 @@ _obeys: "weakref.WeakKeyDictionary[PreTrainedModel, bool]" = weakref.WeakKeyDict
 
 
 def grouped_attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
-    """
-    The `sdpa` attention of transformers; grouped heads are folded into the queries where transformers would copy keys
-    and values, or where a single query needs no mask. Queries are of shape `(rows, heads, queries, head_dim)`.
-    """
+    """The `sdpa` attention of transformers, but heads of a group are queries of one head where that saves a copy."""
+    # Queries are of shape (rows, heads, queries, head_dim).
     if len(query) > len(key):  # branches with a query each, which share the keys and values of their row
         branches = len(query) // len(key)
         of_rows = query.unflatten(0, (-1, branches)).squeeze(3).transpose(1, 2)

@@ -8,11 +8,7 @@ from .cached_model import CachedModel
 
 
 class Branches:
-    """
-    Continuations that fork from different places of a row's verified prefix. Branch `i` of row `r` sees the first
-    `forks[r, i]` columns of the prefix, of shape `(batch_size, N)`, and its own tokens. The tokens of depth `d` stand
-    in columns `base + d * N + i`, after the prefix of every row, so dropping all branches takes no work.
-    """
+    """Branches, of which number `i` of row `r` sees `forks[r, i]` columns of the verified prefix and its own tokens."""
 
     def __init__(self, decoder: CachedModel, forks: torch.LongTensor, base: int, depth: int):
         forks = decoder.computed(forks)
@@ -50,17 +46,13 @@ class Branches:
 
 def extend_with_branches(
     decoder: CachedModel,
-    tokens: torch.LongTensor,
-    starts: list[int],
-    forks: torch.LongTensor,
-    branches: torch.LongTensor,
-    base: int,
+    tokens: torch.LongTensor,  # (batch_size, M)
+    starts: list[int],  # columns of the first of these
+    forks: torch.LongTensor,  # (batch_size, N), how many first columns a branch sees, also those of this pass
+    branches: torch.LongTensor,  # (batch_size, N, T)
+    base: int,  # their first column
 ) -> torch.Tensor:
-    """
-    Feeds tokens `(batch_size, M)`, from the columns `starts` on, and whole branches `(batch_size, N, T)` in one pass,
-    which stand from column `base` on and see their row's first `forks` columns, also those that this pass writes.
-    Returns the raw logits of the branches, `(batch_size, N, T, vocab_size)`.
-    """
+    """Feeds tokens and whole branches in one pass. Returns the branches' raw logits `(batch_size, N, T, size)`."""
     tokens, starts, forks, branches = map(decoder.computed, (tokens, starts, forks, branches))
     device, (rows, count, depth) = forks.device, branches.shape
     stop = base + count * depth

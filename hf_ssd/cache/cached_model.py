@@ -82,9 +82,8 @@ class CachedModel:
         """Stops computing finished rows: tokens fed to them are ignored from now on, and their logits are zeros."""
         if any(finished) and self.keeps_rows is None:  # hooks may be made for the rows of the call
             self.keeps_rows = attached_to(self.model).may_depend_on_rows
-        if self.keeps_rows:
-            return
-        self.cache.leave_out(finished, self.rows(finished.count(False)))
+        if not self.keeps_rows:
+            self.cache.leave_out(finished, self.rows(finished.count(False)))
 
     def computed(self, of_rows):
         """Returns the rows of a tensor, or the elements of a list, that belong to rows that are computed."""
@@ -128,10 +127,8 @@ class CachedModel:
         return self.forward(tokens, places, mask, logits_to_keep)
 
     def extend_tree(self, tokens: torch.LongTensor, lengths: list[int], sees: torch.BoolTensor) -> torch.Tensor:
-        """
-        Feeds tokens as [`~CachedModel.extend`] does, each of which sees all columns before these tokens, and of them
-        its ancestors and itself, as `sees` `(batch_size, tokens, tokens)` says.
-        """
+        """Feeds tokens as [`~CachedModel.extend`] does, each of which sees those before them, and these in `sees`."""
+        # sees: (batch_size, tokens, tokens), of each token its ancestors and itself
         tokens, lengths, sees = self.computed(tokens), self.computed(lengths), self.computed(sees)
         rows, count = tokens.shape
         depths = sees.sum(dim=2) - 1
@@ -173,7 +170,7 @@ class CachedModel:
                 self.features_read.append(self.features[0])
 
     def _read(self, tokens: torch.LongTensor) -> None:
-        self.extend(tokens, [self.length], torch.zeros(1, dtype=torch.long, device=self.device))
+        self.extend(tokens, [self.length], 1)
 
     def take_row(self, row: int, other: "CachedModel") -> None:
         """Takes the row that another model has read, in the place of a row that is left out."""
@@ -188,10 +185,7 @@ class CachedModel:
         return self.cache.of_row(row, count)
 
     def finish(self, output: torch.LongTensor, fed: list[int], columns_before: int) -> None:
-        """
-        Feeds what is missing of `output` to rows that ended before others, and their padding, as plain generation does.
-        `fed` tokens of each row were fed before, after `columns_before` columns.
-        """
+        """Feeds the rest of `output` to rows of which fewer tokens were `fed` before, as plain generation does."""
         start, last = min(fed), output.shape[1] - 1  # the last token is not fed, because no token follows it
         if start < last:
             self.cache.take_back()
@@ -246,15 +240,13 @@ class CachedModel:
         """Runs a pass with arguments of the model, but `places`. Later passes do not change the logits it returns."""
         inputs = inputs | {self.cache_argument: self.cache, "use_cache": True, "return_dict": True}
         _, inputs["position_ids"] = inputs.pop("places").unbind()
-        if logits_to_keep is not None and self._takes_logits_to_keep():
+        is_step_compiled = self.is_compiled and self.cache.window is not None  # for any logits that are to be kept
+        if logits_to_keep is not None and self.takes_logits_to_keep and not is_step_compiled:
             inputs["logits_to_keep"], logits_to_keep = logits_to_keep, None
         logits = result_of(self._call(inputs))
         if isinstance(logits_to_keep, int):
             return logits[:, -logits_to_keep:]
         return logits if logits_to_keep is None else logits[:, logits_to_keep]
-
-    def _takes_logits_to_keep(self) -> bool:
-        return self.takes_logits_to_keep
 
     def _call(self, inputs: dict):
         if not self.is_compiled:

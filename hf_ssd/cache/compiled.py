@@ -1,8 +1,4 @@
-"""Models whose forward pass is compiled by torch.compile, with the backend, mode and options of the user.
-
-`torch.compile` recompiles when a Python number changes. So a compiled pass sees a *window* of its cache, a view that
-stays the same for many steps, and masks hide the columns that are not in use. A prefill runs uncompiled.
-"""
+"""Models whose forward pass is compiled by torch.compile, with the backend, mode and options of the user."""
 
 import contextlib
 import functools

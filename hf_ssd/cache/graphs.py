@@ -1,8 +1,4 @@
-"""
-Passes of a model that are captured once and replayed as CUDA graphs, and the storage that they read and write. Both are
-kept between calls. A graph repeats kernels with the addresses of the capture, so all data that changes are the contents
-of tensors that stay in place, and sizes are rounded up. A padding token repeats the last token in the same column.
-"""
+"""Passes of a model that are captured once and replayed as CUDA graphs, and the storage that they read and write."""
 
 import threading
 import weakref

@@ -10,16 +10,14 @@ from transformers import PreTrainedModel
 
 
 class HiddenStates:
-    """
-    Keeps the hidden states of some layers of each pass of a view until they are taken, by forward hooks: the meaning of
-    `output_hidden_states=[...]` differs between versions.
+    """Keeps hidden states of each pass of a view until they are taken: transformers' options differ by version."""
 
-    Layer 0 is the embedding, `i` the output of the i-th layer, and the number of layers the output of the last
-    normalization, as in `hidden_states` of transformers. `keys` are layers, counted from 0, whose keys and values of
-    the new tokens are kept too, see [`layers_that_share_keys`].
-    """
-
-    def __init__(self, model: PreTrainedModel, layers: Sequence[int], keys: Sequence[int] = ()):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        layers: Sequence[int],  # as in transformers: 0 is the embedding, the number of layers the last normalization
+        keys: Sequence[int] = (),  # layers, counted from 0, whose keys and values of the new tokens are kept too
+    ):
         self.captured: list[dict] = []  # for each pass, the hidden states of the layers
         self.layers = (*layers, *((kind, layer) for layer in keys for kind in ("key", "value")))
         modules = iter(hooked_modules(model, layers, keys))

@@ -1,7 +1,4 @@
-"""
-Masks say which cache columns a new token (a *query*) sees. They are boolean, `(batch_size, queries, columns)`, until
-`additive` turns them into the float tensor that sdpa and eager attention take.
-"""
+"""Which columns a new token (a *query*) sees: boolean `(batch_size, queries, columns)`, until `additive` is called."""
 
 import torch
 
@@ -9,12 +6,9 @@ ALIGNMENT = 8  # elements; CUDA kernels copy a mask in every layer unless its ro
 
 
 def visible_up_to(last_columns: torch.LongTensor, width: int, valid: torch.BoolTensor | None = None):
-    """
-    Lets each query see all of `width` columns up to its last column `(batch_size, queries)`. `valid` `(batch_size,
-    columns)` is `False` where a column holds padding; later columns are valid.
-    """
+    """Lets each query see all of `width` columns up to its last column `(batch_size, queries)`, but no padding."""
     allowed = torch.arange(width, device=last_columns.device) <= last_columns[:, :, None]
-    if valid is not None:
+    if valid is not None:  # of the first columns, (batch_size, columns)
         known = min(valid.shape[1], width)
         allowed[:, :, :known] &= valid[:, None, :known]
         # A query that is padding sees itself: a softmax over no columns would give NaN.

@@ -19,15 +19,12 @@ logger = logging.get_logger(__name__)
 
 
 class CompiledModel(CachedModel):
-    """Runs steps compiled. See [`~hf_ssd.cache.compiled`]."""
+    """Runs steps compiled, over a view of the cache that stays the same for many steps."""
 
     fewest_tokens = FEWEST_TOKENS
 
     def window(self, width):
         return -(-width // WINDOW_STEP) * WINDOW_STEP
-
-    def _takes_logits_to_keep(self):
-        return self.cache.window is None and super()._takes_logits_to_keep()
 
     def _call(self, inputs):
         if self.cache.window is None:
