@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import contextvars
+import functools
 import inspect
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Iterator
@@ -20,7 +22,6 @@ from ..generation.continuous import ContinuousBatching
 from ..generation.streaming import BatchStreamer, RoundStreamer
 from ..grammar import Grammar
 from ..stats import SSDStats
-from . import joined
 from .answers import LenientParser
 from .errors import Refusal, described
 from .limits import check_prompt, check_rows, check_settings, positions_of
@@ -31,6 +32,7 @@ from .penalties import Penalties
 from .rows import Choice, Row, StopCriteria
 
 END_TIMEOUT = 10.0  # seconds for a running call to reach its next round
+POLL = 0.1  # seconds between two looks whether a client has left or the server is to end
 MOST_WAITING = 256  # threads that wait for answers; further requests wait for a thread
 RETRY = {"retry-after": "5"}  # seconds
 logger = logging.getLogger(__name__)
@@ -49,7 +51,7 @@ class Call:
     prompt: list[int] | None = None  # of these, which takes the place of the tokens that transformers' handler makes
     has_left: threading.Event = field(default_factory=threading.Event)  # set when nobody waits for its answer any more
     is_prepared: bool = False  # whether its prompt is tokenized
-    has_begun: bool = False  # whether a token of its answer was generated
+    last_token_at: float | None = None  # `None`: no token of its answer was generated
     error: Exception | None = None  # raised by its generation
     choices: list[Choice] = field(default_factory=list)  # of the answer to the prompt
     rows: list[Row] = field(default_factory=list)  # of `generate()`: for each choice, or for all
@@ -61,7 +63,7 @@ class Call:
 
     def begin(self, number: int) -> None:
         """Begins the answer to a prompt."""
-        self.prompt, self.is_prepared, self.has_begun = self.prompts[number], False, False
+        self.prompt, self.is_prepared, self.last_token_at = self.prompts[number], False, None
         self.choices, self.rows, self.of_prompt, self.cached = [], [], [], 0
 
     def row(self, choice: int) -> Row:
@@ -69,9 +71,10 @@ class Call:
 
     def blamed(self, error: Exception) -> Exception:
         """Returns an error as the client is to see it: one of its own settings, or of the server once there is text."""
-        if self.parameters.generation_config is not None and not self.has_begun and isinstance(error, LookupError):
+        has_begun = self.last_token_at is not None
+        if self.parameters.generation_config is not None and not has_begun and isinstance(error, LookupError):
             return Refusal(f"`generation_config` cannot be used: {error!r}.", "generation_config")
-        if self.has_begun and not isinstance(error, (Refusal, _GenerationCancelled)):
+        if has_begun and not isinstance(error, (Refusal, _GenerationCancelled)):
             return RuntimeError(str(error) or type(error).__name__)
         return error
 
@@ -90,50 +93,37 @@ def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
 
 
 class CountingStreamer(BatchStreamer, RoundStreamer):
-    """
-    Counts the tokens and rounds of a call, passes both on, and ends the call when nobody waits for it. Each of the
-    `rows` has a streamer; a single row may have several.
-    """
+    """Counts the tokens of a call's rows, passes them on, and ends the call when nobody waits for it."""
 
-    def __init__(self, calls: "CallRunner", call: Call, streamers: list[BaseStreamer], totals: Totals, rows: list[Row]):
-        self.calls, self.call, self.streamers, self.totals, self.rows = calls, call, streamers, totals, rows
+    def __init__(self, calls: "CallRunner", call: Call, rows: list[Row], streamers: list[BaseStreamer]):
+        self.calls, self.call, self.rows, self.streamers = calls, call, rows, streamers  # a single row may have several
         if rows[0].likely is not None:
             self.on_logits = lambda row, tokens, logits: rows[row].add_logits(tokens, logits)
 
-    def check(self) -> None:
-        """Raises an error if the call is to end."""
-        if self.call.has_left.is_set():
-            raise _GenerationCancelled
-        if self.calls.are_over:
-            raise Refusal("The server ends.", status=503)
-
     def on_round(self, stats: SSDStats) -> None:
-        self.totals.add_round(stats)
-        self.pass_on(stats)
-
-    def pass_on(self, stats: SSDStats) -> None:
-        """Passes a round on that is counted elsewhere."""
+        if self.calls.batch is None:  # which counts its rounds itself
+            self.calls.totals.add_round(stats)
         for streamer in self.streamers:
             if isinstance(streamer, RoundStreamer):
                 streamer.on_round(stats)
 
     def put(self, value: torch.LongTensor) -> None:
-        self.check()
+        self.calls.check(self.call)
         if value.dim() == 1:
             return super().put(value)
         for streamer in self.streamers:  # the prompt comes first, with two dimensions
             streamer.put(value)
 
     def on_tokens(self, row: int, tokens: torch.LongTensor) -> None:
-        self.check()
+        self.calls.check(self.call)
         tokens = tokens[: len(self.rows[row].settle(tokens.tolist()))]
-        now = time.perf_counter()
-        if not self.call.has_begun:
-            self.totals.first_token.observe(now - self.call.asked_at)
+        now, last, totals = time.perf_counter(), self.call.last_token_at, self.calls.totals
+        if last is None:
+            totals.first_token.observe(now - self.call.asked_at)
         elif len(tokens):
-            self.totals.next_token.observe((now - self.last) / len(tokens))
-        self.last, self.call.has_begun = now, True
-        self.totals.tokens += len(tokens)
+            totals.next_token.observe((now - last) / len(tokens))
+        self.call.last_token_at = now
+        totals.tokens += len(tokens)
         self.call.tokens += len(tokens)
         for streamer in self.streamers[row :: len(self.rows)]:
             streamer.put(tokens)
@@ -161,6 +151,13 @@ class CallRunner:
     def others(self) -> int:
         """Returns how many rows are decoded beside a row."""
         return 0 if self.batch is None else max(0, len(self.batch.rows.live) - 1)
+
+    def check(self, call: Call) -> None:
+        """Raises an error if a call is to end."""
+        if call.has_left.is_set():
+            raise _GenerationCancelled
+        if self.are_over:
+            raise Refusal("The server ends.", status=503)
 
     def stop(self) -> None:
         """Lets each call end with its next round."""
@@ -211,16 +208,16 @@ class CallRunner:
         count = len(streamers) if config.do_sample else 1
         call.rows = [Row(parameters.stops(), parameters.likely(), tokenizer) for _ in range(count)]
         try:
-            counting = CountingStreamer(self, call, streamers, self.totals, call.rows)
-            counting.check()
+            self.check(call)
             if parameters.get("echo") and parameters.likely() is not None:
-                call.of_prompt = entries_of_prompt(model, call.prompt, parameters.likely(), counting.check)
+                check = functools.partial(self.check, call)
+                call.of_prompt = entries_of_prompt(model, call.prompt, parameters.likely(), check)
             if self.batch is not None and "ssd_config" not in kwargs:
-                settings = [self._settings([row], call, length) for row in call.rows]
-                joined.generate(self.batch, counting, settings, parameters.seed, **kwargs)
+                self._join(call, streamers, length, **kwargs)
             else:
                 if count > 1:
                     config.num_return_sequences = count
+                counting = CountingStreamer(self, call, call.rows, streamers)
                 with self.without_draft, seeded(parameters.seed, model.device):
                     model.generate(**kwargs, **self._settings(call.rows, call, length), streamer=counting)
             end = FINISHED
@@ -235,6 +232,23 @@ class CallRunner:
             call.seconds += time.perf_counter() - start
         for streamer in streamers:
             streamer.end()
+
+    def _join(self, call: Call, streamers: list[BaseStreamer], length: int, **kwargs) -> None:
+        """Runs a call as requests of the batch, one for each row."""
+        seed, requests = call.parameters.seed, []
+        seed = secrets.randbits(31) if seed is None else seed
+        try:
+            for number, row in enumerate(call.rows):
+                own = self._settings([row], call, length)
+                own["streamer"] = CountingStreamer(self, call, [row], streamers[number :: len(call.rows)])
+                requests.append(self.batch.add_request(**kwargs, **own, seed=seed + number))
+            for request in requests:
+                while self.batch.result_of(request, timeout=POLL) is None:
+                    self.check(call)
+            call.cached = self.batch.requests[requests[0]][0].known  # the rows have one prompt, which counts once
+        finally:
+            for request in requests:
+                self.batch.forget(request)
 
     def _settings(self, rows: list[Row], call: Call, length: int) -> dict:
         """Returns criteria and processors of some rows, after a prompt of this length."""
@@ -259,7 +273,7 @@ class CallRunner:
 
     def prepare(self, model: PreTrainedModel, inputs: dict, gen_config: GenerationConfig, call: Call) -> None:
         """Puts the call's own prompt, settings and limits in place. Raises [`Refusal`] if the model cannot answer."""
-        call.is_prepared, call.has_begun = True, False
+        call.is_prepared, call.last_token_at = True, None
         if call.prompt is not None:
             inputs.clear()
             inputs["input_ids"] = torch.tensor([call.prompt], device=model.device)

@@ -13,14 +13,12 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 from transformers.cli.serving.utils import X_REQUEST_ID, BaseHandler
 
-from .calls import CALL, Call, CallRunner
+from .calls import CALL, POLL, Call, CallRunner
 from .choices import Choices, ShownChoice, whole
 from .errors import Refusal, described, read
 from .limits import Limits, check_prompt
 from .parameters import DecisionRequest
 from .structured import grammar_for
-
-POLL = 0.1  # polling interval in seconds, to notice that a client has left or the server is to end
 
 
 class Endpoint:

@@ -23,16 +23,15 @@ from transformers.utils import logging
 
 import hf_ssd
 
-from .calls import END_TIMEOUT, Call, CallRunner, CountingStreamer
+from .calls import END_TIMEOUT, POLL, Call, CallRunner
 from .errors import OF_THE_CLIENT, read, refuse
 from .gate import Gate
 from .limits import Limits, positions_of
 from .live import Live, LiveRequest
-from .metrics import Metrics, Totals
+from .metrics import Metrics
 from .parameters import ChatRequest, CompletionRequest, DecisionRequest, ResponseRequest
 from .request_log import RequestLog
-from .requests import POLL, Endpoint
-from .rows import Row
+from .requests import Endpoint
 
 GRACE = 3  # seconds that running answers get to end when the server shuts down
 PATIENCE = 60.0  # seconds for the draft's worker to start
@@ -132,16 +131,16 @@ class Uvicorn(uvicorn.Server):
 
 def warm_up(calls: CallRunner, model: PreTrainedModel, tokenizer, assistant, call: Call) -> None:
     """Waits for the draft's worker and generates a few tokens, for which the first client would wait."""
-    streamer, deadline = CountingStreamer(calls, call, [], Totals(), [Row([], None, None)]), time.monotonic() + PATIENCE
+    deadline = time.monotonic() + PATIENCE
     while getattr(assistant, "state", None) == "starting" and time.monotonic() < deadline:
-        streamer.check()
+        calls.check(call)
         time.sleep(POLL)
     tokens, positions = tokenizer(WARM_UP_PROMPT)["input_ids"][:8] or [0], positions_of(model)
     ids = torch.tensor([tokens], device=model.device)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     most = WARM_UP_TOKENS if positions is None else min(WARM_UP_TOKENS, positions - len(tokens))
-    model.generate(
-        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=most, streamer=streamer, **WARM_UP
-    )
+    streamer = hf_ssd.BatchStreamer(lambda *_: calls.check(call))  # counts nothing
+    model.generate(**inputs, max_new_tokens=most, streamer=streamer, **WARM_UP)
 
 
 def hosts(host: str, allowed: Sequence[str]) -> list[str]:
