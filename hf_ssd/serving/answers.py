@@ -18,12 +18,10 @@ class LenientParser:
         self.text, self.shown, self.is_raw = "", 0, False
 
     def feed(self, text: str) -> list[dict]:
-        """Returns the events of the next piece of the answer."""
         self.text += text
         return self._content(text) if self.is_raw else self._tried(lambda: self.parser.feed(text))
 
     def finalize(self) -> list[dict]:
-        """Returns the last events."""
         return [] if self.is_raw else self._tried(lambda: self.parser.finalize()[1])
 
     def _tried(self, step) -> list[dict]:

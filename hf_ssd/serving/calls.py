@@ -9,12 +9,13 @@ import logging
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.cli.serving.utils import InferenceThread, _GenerationCancelled
 from transformers.generation.streamers import BaseStreamer
 
@@ -24,12 +25,11 @@ from ..grammar import Grammar
 from ..stats import SSDStats
 from .answers import LenientParser
 from .errors import Refusal, described
-from .limits import check_prompt, check_rows, check_settings, positions_of
+from .limits import Limits
 from .logprobs import Entry, entries_of_prompt
 from .metrics import CANCELLED, FAILED, FINISHED, REFUSED, Totals
 from .parameters import Parameters
-from .penalties import Penalties
-from .rows import Choice, Row, StopCriteria
+from .rows import Choice, Penalties, Row, StopCriteria
 
 END_TIMEOUT = 10.0  # seconds for a running call to reach its next round
 POLL = 0.1  # seconds between two looks whether a client has left or the server is to end
@@ -56,15 +56,16 @@ class Call:
     choices: list[Choice] = field(default_factory=list)  # of the answer to the prompt
     rows: list[Row] = field(default_factory=list)  # of `generate()`: for each choice, or for all
     of_prompt: list[Entry] = field(default_factory=list)  # its log-probabilities
-    cached: int = 0  # tokens of the prompt that were not read again
+    cached: int = 0  # tokens of its prompts that were not read again
+    usage: Counter = field(default_factory=Counter)  # of the choices that are complete
+    answered: int = 0  # number of these choices
     tokens: int = 0  # generated so far
     seconds: float = 0.0  # of generating
     asked_at: float = field(default_factory=time.perf_counter)
 
     def begin(self, number: int) -> None:
-        """Begins the answer to a prompt."""
         self.prompt, self.is_prepared, self.last_token_at = self.prompts[number], False, None
-        self.choices, self.rows, self.of_prompt, self.cached = [], [], [], 0
+        self.choices, self.rows, self.of_prompt = [], [], []
 
     def row(self, choice: int) -> Row:
         return self.rows[choice % len(self.rows)]
@@ -133,13 +134,10 @@ class CountingStreamer(BatchStreamer, RoundStreamer):
 
 
 class CallRunner:
-    """
-    Runs calls, and checks and counts them: in a running `batch`, each with a thread that waits for it, or without one
-    in turn in a single thread. transformers' handlers take it for their manager of generation.
-    """
+    """Runs calls, in a running `batch` or in turn, and counts them. To transformers' handlers it is their manager."""
 
-    def __init__(self, totals: Totals, max_tokens: int | None = None, batch: ContinuousBatching | None = None):
-        self.totals, self.max_tokens, self.are_over, self.batch = totals, max_tokens, False, batch
+    def __init__(self, limits: Limits, totals: Totals, max_tokens: int | None, batch: ContinuousBatching | None):
+        self.limits, self.totals, self.max_tokens, self.batch, self.are_over = limits, totals, max_tokens, batch, False
         self.counting, self.without_draft = threading.Lock(), threading.Lock()
         if batch is None:
             self.submit = InferenceThread().submit
@@ -173,19 +171,19 @@ class CallRunner:
 
     def generate_streaming(self, model, processor, inputs, gen_config, request_id, response_parser=None):
         """Called in the thread that prepares."""
-        call, tokenizer = CALL.get(), getattr(processor, "tokenizer", processor)
-        self.prepare(model, inputs, gen_config, call)
+        call, tokenizer = CALL.get(), self.limits.tokenizer
+        self.prepare(inputs, gen_config, call)
         if response_parser is not None:
             response_parser = LenientParser(response_parser, tokenizer.all_special_tokens)
         choice = Choice(call.loop, tokenizer.backend_tokenizer, call.parameters, response_parser)
         call.choices.append(choice)
         if len(call.choices) == call.parameters.get("n", 1):
-            self.submit(self._run, call, model, **inputs, generation_config=gen_config, tokenizer=processor)
+            self.submit(self._run, call, **inputs, generation_config=gen_config, tokenizer=processor)
         return choice.queue, choice
 
-    def _run(self, call: Call, model: PreTrainedModel, **options) -> None:
+    def _run(self, call: Call, **options) -> None:
         try:
-            self.generate(model, call, call.choices, **options)
+            self.generate(call, call.choices, **options)
         except Exception as error:
             if call.parameters.stream and described(call.blamed(error))[0] == 500:
                 logger.error("A call failed.", exc_info=error)
@@ -196,15 +194,11 @@ class CallRunner:
         """Returns the result of a function in the thread that generates. The function ends also if nobody waits."""
         return await asyncio.shield(asyncio.wrap_future(self.submit(fn, *args, **kwargs)))
 
-    def generate(self, model: PreTrainedModel, call: Call, streamers: list[BaseStreamer], **kwargs) -> None:
-        """
-        Runs `generate()` with the call's seed and stop strings, counts the call, and ends it if nobody waits. Sampled
-        choices are rows of a batch. A greedy call has a single row, which all streamers get.
-        """
-        end, start, parameters = FAILED, time.perf_counter(), call.parameters
+    def generate(self, call: Call, streamers: list[BaseStreamer], **kwargs) -> None:
+        """Runs a call, of as many rows as choices if it samples, and else of one row, and counts how it ended."""
+        end, start, parameters, model = FAILED, time.perf_counter(), call.parameters, self.limits.model
         config, length = kwargs["generation_config"], kwargs["input_ids"].shape[1]
-        tokenizer = getattr(kwargs.get("tokenizer"), "tokenizer", kwargs.get("tokenizer"))
-        tokenizer = getattr(tokenizer, "backend_tokenizer", None)
+        tokenizer = self.limits.tokenizer.backend_tokenizer
         count = len(streamers) if config.do_sample else 1
         call.rows = [Row(parameters.stops(), parameters.likely(), tokenizer) for _ in range(count)]
         try:
@@ -245,7 +239,7 @@ class CallRunner:
             for request in requests:
                 while self.batch.result_of(request, timeout=POLL) is None:
                     self.check(call)
-            call.cached = self.batch.requests[requests[0]][0].known  # the rows have one prompt, which counts once
+            call.cached += self.batch.requests[requests[0]][0].known  # the rows have one prompt, which counts once
         finally:
             for request in requests:
                 self.batch.forget(request)
@@ -271,26 +265,24 @@ class CallRunner:
                 self.totals.requests[REFUSED] += 1
             raise
 
-    def prepare(self, model: PreTrainedModel, inputs: dict, gen_config: GenerationConfig, call: Call) -> None:
+    def prepare(self, inputs: dict, gen_config: GenerationConfig, call: Call) -> None:
         """Puts the call's own prompt, settings and limits in place. Raises [`Refusal`] if the model cannot answer."""
-        call.is_prepared, call.last_token_at = True, None
+        call.is_prepared, call.last_token_at, limits = True, None, self.limits
         if call.prompt is not None:
             inputs.clear()
-            inputs["input_ids"] = torch.tensor([call.prompt], device=model.device)
+            inputs["input_ids"] = torch.tensor([call.prompt], device=limits.model.device)
             inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-        if "token_type_ids" not in inspect.signature(model.forward).parameters:
+        if "token_type_ids" not in inspect.signature(limits.model.forward).parameters:
             inputs.pop("token_type_ids", None)
-        settings = call.parameters.settings()
-        for name, value in settings.items():
+        for name, value in call.parameters.settings().items():
             setattr(gen_config, name, value)
-        known_as = {"sequence_bias": "logit_bias"} if "sequence_bias" in settings else {}
-        longest, length = positions_of(model), inputs["input_ids"].shape[-1]
+        longest, length = limits.positions, inputs["input_ids"].shape[-1]
         with self.counting_refusals():
             if self.batch is not None and self.batch.is_full:
                 raise Refusal("Too many requests wait; try again later.", status=503, headers=RETRY)
-            check_prompt(model, inputs["input_ids"].flatten().tolist())
-            check_settings(model, gen_config, known_as)
-            limits = [gen_config.max_new_tokens, longest and longest - length, self.max_tokens]
-            gen_config.max_new_tokens = most = min(filter(None, limits), default=None)
+            limits.check_prompt(inputs["input_ids"].flatten().tolist())
+            limits.check_settings(gen_config, call.parameters)
+            most = gen_config.max_new_tokens, longest and longest - length, self.max_tokens
+            gen_config.max_new_tokens = most = min(filter(None, most), default=None)
             if gen_config.do_sample and most is not None:
-                check_rows(model, call.parameters.get("n", 1), length + most)
+                limits.check_rows(call.parameters.get("n", 1), length + most)

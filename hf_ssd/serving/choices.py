@@ -1,40 +1,9 @@
 """The choices of an answer as clients get them: numbered, with prompts and log-probabilities, streamed or whole."""
 
-from collections import Counter
-
 from .calls import Call
 from .logprobs import Entry, Names
 
 TEXTS = ("text", "content", "reasoning_content")  # fields of a choice
-
-
-class Choices:
-    """Joins the answers to the prompts of a request: numbers their choices, and sums their usage."""
-
-    def __init__(self, prompts: int, count: int):
-        self.count, self.usage, self.cached, self.left = count, Counter(), 0, prompts * count
-
-    def number(self, event: dict, prompt: int, choice: int, cached: int) -> None:
-        """
-        Numbers the choice of an event. The last usage is that of all answers, and the only one. It has the tokens of
-        each prompt once, and says how many of them, `cached` of this prompt, were not read again.
-        """
-        for one in event.get("choices", ()):
-            one["index"] = prompt * self.count + choice
-        usage = event.get("usage") or (event.get("response") or {}).get("usage") or {}
-        if "input_tokens_details" in usage:  # of `/v1/responses`
-            usage["input_tokens_details"]["cached_tokens"] = cached
-        if "prompt_tokens" not in usage:
-            return
-        del event["usage"]
-        self.left -= 1
-        self.usage["completion_tokens"] += usage["completion_tokens"]
-        if choice == 0:
-            self.usage["prompt_tokens"] += usage["prompt_tokens"]
-            self.cached += cached
-        if self.left == 0:
-            details = {"prompt_tokens_details": {"cached_tokens": self.cached}}
-            event["usage"] = {**self.usage, "total_tokens": self.usage.total(), **details}
 
 
 class ShownChoice:
@@ -42,6 +11,7 @@ class ShownChoice:
 
     def __init__(self, call: Call, prompt: int, index: int, names: Names):
         self.call, self.index, self.names, self.parameters = call, index, names, call.parameters
+        self.number = prompt * call.parameters.get("n", 1) + index  # among the choices of all prompts
         self.items = self.sent = 0  # pieces of the answer, and tokens with log-probabilities
         self.prompt: str | None = None  # that is to stand before the text
         if self.parameters.get("echo"):
@@ -51,9 +21,11 @@ class ShownChoice:
 
     def events(self, event: dict) -> list[dict]:
         """Returns the events that the client gets in place of an event of transformers' handler."""
+        self._add_usage(event)
         choice = next(iter(event.get("choices", ())), None)
         if choice is None:
             return [event]
+        choice["index"] = self.number
         first, is_last, mark = [], choice.get("finish_reason") is not None, None
         if self.prompt is not None:
             of_prompt = {"index": choice["index"], "text": self.prompt}
@@ -73,6 +45,21 @@ class ShownChoice:
             if count > self.sent or (is_last and not self.parameters.stream):  # a whole answer has them, if empty
                 choice["logprobs"], self.sent = self._logprobs([], self.sent, count), count
         return [*first, event]
+
+    def _add_usage(self, event: dict) -> None:
+        """Leaves the last usage alone, which becomes that of all choices. It has the tokens of each prompt once."""
+        usage, call = event.get("usage") or (event.get("response") or {}).get("usage") or {}, self.call
+        if "input_tokens_details" in usage:  # of `/v1/responses`
+            usage["input_tokens_details"]["cached_tokens"] = call.cached
+        if "prompt_tokens" not in usage:
+            return
+        del event["usage"]
+        call.usage["completion_tokens"] += usage["completion_tokens"]
+        call.usage["prompt_tokens"] += usage["prompt_tokens"] if self.index == 0 else 0
+        call.answered += 1
+        if call.answered == len(call.prompts) * self.parameters.get("n", 1):
+            details = {"prompt_tokens_details": {"cached_tokens": call.cached}}
+            event["usage"] = {**call.usage, "total_tokens": call.usage.total(), **details}
 
     def _logprobs(self, of_prompt: list[Entry], start: int, stop: int) -> dict:
         """Returns those of the prompt, and of some tokens after it."""

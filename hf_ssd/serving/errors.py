@@ -47,23 +47,18 @@ async def refuse(request, error: Exception) -> JSONResponse:
 
 
 def read(kind: type[BaseModel], body: bytes) -> Any:
-    """Returns the request that a body holds. Raises [`Refusal`] if it is no JSON, or not allowed by `kind`."""
+    """Returns the request that a body holds. Raises [`Refusal`] about the first parameter that is at fault."""
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        raise Refusal(*_in_words(kind, error)) from None
-
-
-def _in_words(kind: type[BaseModel], error: ValidationError) -> tuple[str, str | None]:
-    """Returns a sentence about the first parameter that is at fault, and its name."""
-    errors = error.errors(include_url=False, include_input=False, include_context=False)
+        errors = error.errors(include_url=False, include_input=False, include_context=False)
     if not errors[0]["loc"]:
-        return f"The body cannot be read: {errors[0]['msg']}.", None
+        raise Refusal(f"The body cannot be read: {errors[0]['msg']}.")
     name = str(errors[0]["loc"][0])
     # A value of several possible types has an error for each type; the longest location belongs to the intended type.
     found = max((one for one in errors if one["loc"][0] == errors[0]["loc"][0]), key=lambda one: len(one["loc"]))
     if name not in kind.model_fields:
-        return f"Unknown parameter: `{name}`. Settings of transformers can stand in `generation_config`.", name
+        raise Refusal(f"Unknown parameter: `{name}`. Settings of transformers can stand in `generation_config`.", name)
     place = [str(part) for part in found["loc"] if not isinstance(part, str) or part.isidentifier()]
     place = ".".join(part for part in place if part not in ("str", "dict"))
-    return f"`{place}`: {found['msg'].removeprefix('Value error, ')}.", name
+    raise Refusal(f"`{place}`: {found['msg'].removeprefix('Value error, ')}.", name)

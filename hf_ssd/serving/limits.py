@@ -24,13 +24,13 @@ LARGEST = 1e30  # logits times or divided by a larger number are not finite in f
 
 
 class Limits:
-    """Limits that are checked before a prompt is tokenized."""
+    """A model with its names and tokenizer, and what a request may ask of it."""
 
     def __init__(self, model: PreTrainedModel, processor, names: list[str]):
-        self.names, self.model = names, model
+        self.names, self.model, self.config = names, model, model.config.get_text_config(decoder=True)
         self.tokenizer = getattr(processor, "tokenizer", processor)
-        self.token_names = Names(self.tokenizer, model.config.get_text_config(decoder=True).vocab_size)
-        self.positions = positions_of(model)
+        self.token_names = Names(self.tokenizer, self.config.vocab_size)
+        self.positions = getattr(self.config, "max_position_embeddings", None)  # `None`: any number
         longest = max(map(len, self.tokenizer.get_vocab()))
         self.characters = None if self.positions is None else self.positions * longest
         self.reads_text_only = ModelManager.get_model_modality(model, processor=processor) == Modality.LLM
@@ -43,11 +43,8 @@ class Limits:
         if request.model not in (None, *self.names):
             raise Refusal(f"This server has one model, {self.names[0]}; the request names {request.model}.", "model")
         if self.characters is not None and (count := request.characters()) > self.characters:
-            raise Refusal(
-                f"The prompt has {count} characters; the model's {self.positions} positions hold at most "
-                f"{self.characters}.",
-                status=413,
-            )
+            most = f"the model's {self.positions} positions hold at most {self.characters}"
+            raise Refusal(f"The prompt has {count} characters; {most}.", status=413)
         if self.reads_text_only and (kinds := request.media()):
             raise Refusal(f"The model reads text only; the messages have {', '.join(sorted(kinds))}.", "messages")
         if names := self.reserved.intersection(getattr(request, "chat_template_kwargs", None) or ()):
@@ -55,10 +52,57 @@ class Limits:
         if not self.takes_tools and request.body().get("tools"):
             raise Refusal("The chat template of this model does not use `tools`; leave them out.", "tools")
 
+    def check_prompt(self, tokens: list[int]) -> None:
+        """Raises [`Refusal`] if a prompt is empty, too long, or has a token that the model does not have."""
+        if not tokens:
+            raise Refusal("The prompt is empty; it must have at least one token.")
+        if self.positions is not None and len(tokens) >= self.positions:
+            raise Refusal(f"The prompt has {len(tokens)} tokens; the model takes fewer than {self.positions}.")
+        self._check_tokens("prompt", tokens)
 
-def positions_of(model: PreTrainedModel) -> int | None:
-    """Returns the number of positions of a model, or `None` if it has no limit."""
-    return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    def check_rows(self, count: int, positions: int) -> None:
+        """Raises [`Refusal`] if the keys and values of several rows need more memory than is free."""
+        config, free = self.config, free_memory(self.model.device)
+        heads = getattr(config, "num_attention_heads", None) or 1
+        width = getattr(config, "head_dim", None) or config.hidden_size // heads
+        heads = getattr(config, "num_key_value_heads", None) or heads
+        needed = 2 * count * positions * config.num_hidden_layers * heads * width * self.model.dtype.itemsize
+        if count > 1 and free is not None and needed > free:
+            sizes = f"{needed / 2**30:.2f} GB of memory, and {free / 2**30:.2f} GB are free"
+            more = "ask for fewer choices in `n`, or for fewer tokens"
+            raise Refusal(f"{count} choices of {positions} tokens need {sizes}: {more}.", "n")
+
+    def check_settings(self, config: GenerationConfig, asked: Parameters) -> None:
+        """Raises [`Refusal`] if a setting that is not the model's own has a wrong token or too large a number."""
+        if (config.num_return_sequences or 1) > 1 or config.return_dict_in_generate:
+            raise Refusal("`num_return_sequences` and `return_dict_in_generate` are not supported here.")
+        if (config.num_beams or 1) > 1:
+            raise Refusal("`num_beams` is not supported here; leave it out.", "num_beams")
+        for setting, value in vars(config).items():
+            if value is None or value == getattr(self.model.generation_config, setting, None):
+                continue
+            if setting == "prefill_chunk_size" and not (type(value) is int and value > 0):  # torch takes lists too
+                raise Refusal("`prefill_chunk_size` takes a positive number of tokens.", setting)
+            has_biases = setting == "sequence_bias"
+            name = "logit_bias" if has_biases and asked.get("logit_bias") else setting
+            parts = list(_parts([*value.items()] if has_biases and isinstance(value, dict) else value))
+            if setting in TOKENS:
+                if any(type(part) not in ((int, float) if has_biases else (int,)) for part in parts):
+                    raise Refusal(f"`{name}` takes ids of tokens.", name)
+                self._check_tokens(name, [part for part in parts if type(part) is int])
+            for number in parts:
+                if type(number) not in (int, float):
+                    continue
+                if setting.endswith("ngram_size") and number > LONGEST_NGRAM:
+                    raise Refusal(f"`{name}` is {number}; at most {LONGEST_NGRAM} are supported.", name)
+                if not math.isfinite(number) or abs(number) > LARGEST or 0 < abs(number) < 1 / LARGEST:
+                    sizes = f"a number of a size from {1 / LARGEST:g} to {LARGEST:g}"
+                    raise Refusal(f"`{name}` is {number}: use 0, or {sizes}.", name)
+
+    def _check_tokens(self, name: str, tokens: list[int]) -> None:
+        count = self.config.vocab_size
+        if wrong := [token for token in tokens if not 0 <= token < count]:
+            raise Refusal(f"`{name}` names token {wrong[0]}; the model has {count}.", name)
 
 
 def takes_tools(processor) -> bool:
@@ -67,68 +111,6 @@ def takes_tools(processor) -> bool:
     if not isinstance(templates, dict):
         templates = {"default": templates}
     return any(text is None or "tools" in _get_template_variables(text) for text in templates.values())
-
-
-def check_prompt(model: PreTrainedModel, tokens: list[int]) -> None:
-    """Raises [`Refusal`] if a prompt is empty, too long, or has a token that the model does not have."""
-    positions = positions_of(model)
-    if not tokens:
-        raise Refusal("The prompt is empty; it must have at least one token.")
-    if positions is not None and len(tokens) >= positions:
-        raise Refusal(f"The prompt has {len(tokens)} tokens; the model takes fewer than {positions}.")
-    _check_tokens(model, "prompt", tokens)
-
-
-def check_rows(model: PreTrainedModel, count: int, positions: int) -> None:
-    """Raises [`Refusal`] if the keys and values of several rows need more memory than is free."""
-    config, free = model.config.get_text_config(decoder=True), free_memory(model.device)
-    heads = getattr(config, "num_attention_heads", None) or 1
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    heads = getattr(config, "num_key_value_heads", None) or heads
-    needed = 2 * count * positions * config.num_hidden_layers * heads * width * model.dtype.itemsize
-    if count > 1 and free is not None and needed > free:
-        raise Refusal(
-            f"{count} choices of {positions} tokens need {needed / 2**30:.2f} GB of memory, and {free / 2**30:.2f} GB "
-            "are free: ask for fewer choices in `n`, or for fewer tokens.",
-            "n",
-        )
-
-
-def check_settings(model: PreTrainedModel, config: GenerationConfig, names: dict[str, str]) -> None:
-    """
-    Raises [`Refusal`] if a setting that differs from the model's own names a token that the model does not have, or has
-    a number with which float32 cannot compute. `names` are those of settings that clients know by other names.
-    """
-    if (config.num_return_sequences or 1) > 1 or config.return_dict_in_generate:
-        raise Refusal("`num_return_sequences` and `return_dict_in_generate` are not supported here.")
-    if (config.num_beams or 1) > 1:
-        raise Refusal("`num_beams` is not supported here; leave it out.", "num_beams")
-    for setting, value in vars(config).items():
-        if value is None or value == getattr(model.generation_config, setting, None):
-            continue
-        if setting == "prefill_chunk_size" and (type(value) is not int or value < 1):  # torch takes lists of sizes too
-            raise Refusal("`prefill_chunk_size` takes a positive number of tokens.", setting)
-        name, has_biases = names.get(setting, setting), setting == "sequence_bias"
-        parts = list(_parts([*value.items()] if has_biases and isinstance(value, dict) else value))
-        if setting in TOKENS:
-            if any(type(part) not in ((int, float) if has_biases else (int,)) for part in parts):
-                raise Refusal(f"`{name}` takes ids of tokens.", name)
-            _check_tokens(model, name, [part for part in parts if type(part) is int])
-        for number in parts:
-            if type(number) not in (int, float):
-                continue
-            if setting.endswith("ngram_size") and number > LONGEST_NGRAM:
-                raise Refusal(f"`{name}` is {number}; at most {LONGEST_NGRAM} are supported.", name)
-            if not math.isfinite(number) or abs(number) > LARGEST or 0 < abs(number) < 1 / LARGEST:
-                raise Refusal(
-                    f"`{name}` is {number}: use 0, or a number of a size from {1 / LARGEST:g} to {LARGEST:g}.", name
-                )
-
-
-def _check_tokens(model: PreTrainedModel, name: str, tokens: list[int]) -> None:
-    count = model.config.get_text_config(decoder=True).vocab_size
-    if wrong := [token for token in tokens if not 0 <= token < count]:
-        raise Refusal(f"`{name}` names token {wrong[0]}; the model has {count}.", name)
 
 
 def _parts(value) -> Iterator:

@@ -9,8 +9,8 @@ from typing import Literal
 
 import torch
 from pydantic import BaseModel, Field
+from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import timeline
 from ..generation.streaming import RoundStreamer
@@ -25,8 +25,6 @@ LONGEST = 200_000  # characters of a text
 
 
 class Turn(BaseModel):
-    """A message of a chat."""
-
     role: Literal["system", "user", "assistant"]
     content: str = Field(max_length=LONGEST)
 
@@ -46,16 +44,13 @@ class LiveRequest(BaseModel):
 class LiveStreamer(RoundStreamer):
     """Turns rounds, or single tokens if the request does not speculate, into events for `send`."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, send: Callable, others: Callable, speculates: bool):
+    def __init__(self, tokenizer: Tokenizer, text: list[int], send: Callable, others: Callable, speculates: bool):
         super().__init__(self._add_round)
-        self.tokenizer, self.send, self.speculates = tokenizer._tokenizer, send, speculates
+        self.tokenizer, self.send, self.speculates = tokenizer, send, speculates
         self.others = others  # returns how many answers are written beside it
-        self.decoder, self.waiting = DecodeStream([], skip_special_tokens=True), []
+        # The answer goes on where the text ends: some tokenizers drop the space in front of a text.
+        self.decoder, self.waiting = DecodeStream(text, skip_special_tokens=True), []
         self.totals, self.start = Totals(), time.perf_counter()
-
-    def follow(self, ids: torch.LongTensor) -> None:
-        """Makes the text go on where these tokens end: some tokenizers drop the space in front of a text."""
-        self.decoder = DecodeStream(ids.tolist(), skip_special_tokens=True)
 
     def put(self, value: torch.LongTensor) -> None:
         if value.dim() > 1:  # the prompt
@@ -91,55 +86,40 @@ class LiveStreamer(RoundStreamer):
         self.send({"tokens": list(zip(texts, origins)), **more})
 
 
-class Live:
-    """Answers the page, with calls as those of the other addresses."""
+async def events(request: LiveRequest, calls: CallRunner) -> AsyncIterator[str]:
+    """Yields `{"reading": tokens}`, an event a round or token, and `{"end": reason}` or `{"error": sentence}`."""
+    call, queue = CALL.get(), asyncio.Queue()
+    call.parameters = Parameters(seed=request.seed)
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, calls: CallRunner):
-        self.model, self.tokenizer, self.calls = model, tokenizer, calls
+    def send(event: dict) -> None:
+        call.loop.call_soon_threadsafe(queue.put_nowait, event)
 
-    async def events(self, request: LiveRequest) -> AsyncIterator[str]:
-        """
-        Yields server-sent events: `{"reading": tokens}` when the request has its turn; one for each round, or for each
-        token if it does not speculate; then `{"end": reason}` or `{"error": sentence}`.
-        """
-        call, queue = CALL.get(), asyncio.Queue()
-        call.parameters = Parameters(seed=request.seed)
+    calls.submit(_generate, request, calls, call, send)
+    event = {}
+    while not {"end", "error"} & event.keys():
+        event = await queue.get()
+        yield f"data: {json.dumps(event)}\n\n"
 
-        def send(event: dict) -> None:
-            call.loop.call_soon_threadsafe(queue.put_nowait, event)
 
-        streamer = LiveStreamer(self.tokenizer, send, self.calls.others, request.draft)
-        self.calls.submit(self._generate, request, call, streamer, send)
-        event = {}
-        while not {"end", "error"} & event.keys():
-            event = await queue.get()
-            yield f"data: {json.dumps(event)}\n\n"
-
-    def _generate(self, request: LiveRequest, call: Call, streamer: LiveStreamer, send) -> None:
-        config = copy.deepcopy(self.model.generation_config)
-        config.update(
-            max_new_tokens=request.max_new_tokens,
-            do_sample=request.temperature > 0,
-            temperature=request.temperature or 1.0,
-            top_p=config.top_p if request.top_p is None else request.top_p,
-        )
-        without_draft = {} if request.draft else {"ssd_config": None}
-        try:
-            if self.tokenizer.chat_template is None:
-                inputs = self.tokenizer(request.prompt, return_tensors="pt")
-                streamer.follow(inputs["input_ids"][0])
-            else:
-                message = {"role": "user", "content": request.prompt}
-                inputs = self.tokenizer.apply_chat_template(
-                    [*(turn.model_dump() for turn in request.history), message],
-                    add_generation_prompt=True,
-                    return_dict=True,
-                    return_tensors="pt",
-                )
-            inputs = inputs.to(self.model.device)
-            self.calls.prepare(self.model, inputs, config, call)
-            send({"reading": inputs["input_ids"].shape[1]})
-            self.calls.generate(self.model, call, [streamer], **inputs, generation_config=config, **without_draft)
-            send({"end": "finished"})
-        except Exception as error:
-            send({"error": described(error)[1]["error"]["message"]})
+def _generate(request: LiveRequest, calls: CallRunner, call: Call, send: Callable) -> None:
+    model, tokenizer = calls.limits.model, calls.limits.tokenizer
+    config, text = copy.deepcopy(model.generation_config), []
+    config.update(max_new_tokens=request.max_new_tokens, do_sample=request.temperature > 0)
+    config.update(temperature=request.temperature or 1.0, top_p=request.top_p or config.top_p)
+    without_draft = {} if request.draft else {"ssd_config": None}
+    try:
+        if tokenizer.chat_template is None:
+            inputs = tokenizer(request.prompt, return_tensors="pt")
+            text = inputs["input_ids"][0].tolist()
+        else:
+            messages = [*(turn.model_dump() for turn in request.history), {"role": "user", "content": request.prompt}]
+            options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+            inputs = tokenizer.apply_chat_template(messages, **options)
+        inputs = inputs.to(model.device)
+        calls.prepare(inputs, config, call)
+        send({"reading": inputs["input_ids"].shape[1]})
+        streamer = LiveStreamer(tokenizer.backend_tokenizer, text, send, calls.others, request.draft)
+        calls.generate(call, [streamer], **inputs, generation_config=config, **without_draft)
+        send({"end": "finished"})
+    except Exception as error:
+        send({"error": described(error)[1]["error"]["message"]})

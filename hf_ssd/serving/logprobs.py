@@ -67,7 +67,6 @@ class Names:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
 
     def in_chat(self, entries: list[Entry]) -> dict:
-        """Returns entries in the form of chat completions."""
         content = [
             {**self._described(one.token, one.logprob), "top_logprobs": [self._described(*top) for top in one.top]}
             for one in entries

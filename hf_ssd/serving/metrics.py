@@ -63,8 +63,7 @@ class Totals:
     @property
     def ratios(self) -> dict[str, float]:
         """Acceptance rate, hit rate and tokens per round, 0 where nothing was counted."""
-        pairs = {name: (getattr(self, part), getattr(self, whole)) for name, (part, whole, _) in RATIOS.items()}
-        return {name: part / whole if whole else 0.0 for name, (part, whole) in pairs.items()}
+        return {name: getattr(self, part) / (getattr(self, whole) or 1) for name, (part, whole, _) in RATIOS.items()}
 
 
 RATIOS = {
@@ -81,7 +80,6 @@ class Metrics(Collector):
         self.assistant, self.totals, self.batch = assistant, Totals(), batch
 
     def collect(self) -> Iterator[Metric]:
-        """Called by `prometheus_client.generate_latest`."""
         requests = CounterMetricFamily("hf_ssd_requests", "Calls by how they ended", labels=["end"])
         for end, count in self.totals.requests.items():
             requests.add_metric([end], count)

@@ -225,8 +225,6 @@ class Generation(Parameters):
 
 
 class ChatRequest(Generation):
-    """`/v1/chat/completions`"""
-
     refused = {
         **dict.fromkeys("audio function_call functions moderation reasoning_effort verbosity".split()),
         **{"parallel_tool_calls": True, "store": False, "modalities": ["text"], "web_search_options": None},
@@ -251,8 +249,6 @@ class ChatRequest(Generation):
 
 
 class CompletionRequest(Generation):
-    """`/v1/completions`"""
-
     refused = {"best_of": 1, "suffix": None}
     prompt: str | Ids | Prompts = Field(
         description="a text or the ids of its tokens, or up to 2,048 of either, answered in turn as choices"
@@ -269,8 +265,6 @@ class CompletionRequest(Generation):
 
 
 class ResponseRequest(Parameters):
-    """`/v1/responses`"""
-
     refused = {
         **dict.fromkeys("access_programs background_options context_management conversation image".split()),
         **dict.fromkeys("max_tool_calls moderation previous_response_id prompt reasoning".split()),

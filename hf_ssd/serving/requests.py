@@ -14,9 +14,8 @@ from starlette.types import Receive, Scope, Send
 from transformers.cli.serving.utils import X_REQUEST_ID, BaseHandler
 
 from .calls import CALL, POLL, Call, CallRunner
-from .choices import Choices, ShownChoice, whole
+from .choices import ShownChoice, whole
 from .errors import Refusal, described, read
-from .limits import Limits, check_prompt
 from .parameters import DecisionRequest
 from .structured import grammar_for
 
@@ -24,8 +23,9 @@ from .structured import grammar_for
 class Endpoint:
     """An OpenAI address as an ASGI application, which reads and tokenizes in the thread of `preparing`."""
 
-    def __init__(self, handler: BaseHandler, kind: type, limits: Limits, calls: CallRunner, preparing: Executor):
-        self.handler, self.kind, self.limits, self.calls, self.preparing = handler, kind, limits, calls, preparing
+    def __init__(self, handler: BaseHandler, kind: type, calls: CallRunner, preparing: Executor):
+        self.handler, self.kind, self.calls, self.preparing = handler, kind, calls, preparing
+        self.limits = calls.limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         response = await self._answer(Request(scope, receive), CALL.get())
@@ -40,7 +40,8 @@ class Endpoint:
         if isinstance(response, StreamingResponse):
             events = self._events(responses, call)
             if call.parameters.stream:
-                response = StreamingResponse(in_lines(events), media_type="text/event-stream")
+                lines = ("".join(f"data: {json.dumps(event)}\n\n" for event in found) async for found in events)
+                response = StreamingResponse(lines, media_type="text/event-stream")
             else:
                 response = JSONResponse(await self._watching(request, joined(events, call), call))
         response.headers[X_REQUEST_ID] = call.name
@@ -59,7 +60,6 @@ class Endpoint:
         return task.result()
 
     async def _in_thread(self, function: Callable, *args) -> Any:
-        """Returns the result of a function in the thread that prepares."""
         run = contextvars.copy_context().run
         return await asyncio.get_running_loop().run_in_executor(self.preparing, run, function, *args)
 
@@ -72,7 +72,7 @@ class Endpoint:
         prompts = [read_text(one)["input_ids"] if isinstance(one, str) else one for one in request.prompts()]
         with self.calls.counting_refusals():
             for tokens in prompts:
-                check_prompt(self.limits.model, tokens)
+                self.limits.check_prompt(tokens)
         if request.likely() is not None:
             self.limits.token_names.spelled  # noqa: B018  may take seconds the first time
         call.body, call.prompts = {**request.body(), "model": self.limits.names[0]}, prompts or [None]
@@ -93,34 +93,23 @@ class Endpoint:
             raise call.blamed(error) from error
 
     async def _events(self, responses: list[StreamingResponse], call: Call) -> AsyncIterator[list[dict]]:
-        """
-        Yields the events of the responses, which are those of the first prompt, and then those of the other prompts, as
-        clients get them. transformers' text of an error becomes OpenAI's error object.
-        """
-        choices = Choices(len(call.prompts), call.parameters.get("n", 1))
+        """Yields the events of the responses, those of the first prompt, and then of the other prompts, for clients."""
         for number in range(len(call.prompts)):
             if number:
                 responses = await self._handle(number, call)
             shown = [ShownChoice(call, number, index, self.limits.token_names) for index in range(len(responses))]
             async for index, chunk in merged([response.body_iterator for response in responses]):
-                if call.error is not None:
+                if call.error is not None:  # transformers' text of it becomes OpenAI's object
                     error = json.dumps(described(call.blamed(call.error))[1])
                     chunk = chunk.replace(f'{{"error": "{call.error}"}}', error)
                 events = []
                 for line in filter(None, chunk.split("\n\n")):
-                    event = json.loads(line.removeprefix("data: "))
-                    choices.number(event, number, index, call.cached)
-                    events += shown[index].events(event)
+                    events += shown[index].events(json.loads(line.removeprefix("data: ")))
                 yield events
                 if any("error" in event for event in events):  # the other choices have the same
                     return
             if call.error is not None:
                 return
-
-
-async def in_lines(events: AsyncIterator[list[dict]]) -> AsyncIterator[str]:
-    async for found in events:
-        yield "".join(f"data: {json.dumps(event)}\n\n" for event in found)
 
 
 async def joined(events: AsyncIterator[list[dict]], call: Call) -> dict:
@@ -133,18 +122,14 @@ async def joined(events: AsyncIterator[list[dict]], call: Call) -> dict:
 
 async def merged(streams: list[AsyncIterator]) -> AsyncIterator[tuple[int, str]]:
     """Yields the chunks of several streams as they come, each after the number of its stream."""
-
-    async def following(stream: AsyncIterator) -> str | None:
-        return await anext(stream, None)
-
-    tasks = {asyncio.create_task(following(stream)): index for index, stream in enumerate(streams)}
+    tasks = {asyncio.ensure_future(anext(stream, None)): index for index, stream in enumerate(streams)}
     try:
         while tasks:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in sorted(done, key=tasks.get):
                 index, chunk = tasks.pop(task), task.result()
                 if chunk is not None:
-                    tasks[asyncio.create_task(following(streams[index]))] = index
+                    tasks[asyncio.ensure_future(anext(streams[index], None))] = index
                     yield index, chunk
     finally:
         for task in tasks:

@@ -1,4 +1,4 @@
-"""The rows that a call generates: their texts, where these reach a stop string, and the choices that they are for."""
+"""The rows that a call generates: their penalties, texts and stop strings, and the choices that they are for."""
 
 import asyncio
 import itertools
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
-from transformers import StoppingCriteria
+from transformers import LogitsProcessor, StoppingCriteria
 from transformers.cli.serving.utils import ToolCall, _GenerationCancelled, _StreamError, response_events_to_chunks
 from transformers.generation.streamers import BaseStreamer
 
@@ -53,28 +53,23 @@ class Row:
 
     @property
     def is_over(self) -> bool:
-        """Whether the answer ends by a stop string."""
         return self.end is not None and self.end <= self.settled
 
     def shown(self, count: int | None = None) -> int:
-        """
-        Returns how many of the first `count` tokens, by default of all, are shown: those that begin before a stop
-        string. Those of a `count` begin before any string that may become one, too.
-        """
+        """Returns how many of the first `count` tokens, by default of all, begin before a stop string."""
         if count is None and not self.is_over:
             return self.settled
+        # Those of a `count` begin before any text that may become a stop string, too.
         starts, clear = self.starts[: self.settled if count is None else count], [cut.clear for cut, _ in self.texts]
         hidden = (i for i, place in enumerate(starts) if any(start >= end for start, end in zip(place, clear)))
         return next(hidden, len(starts))
 
 
 class StopCriteria(StoppingCriteria):
-    """
-    Ends each row with the token that completes a stop string in its generated text. transformers' `StopStringCriteria`
-    compares the names of tokens: it misses characters that are several tokens, and finds strings that begin in the
-    prompt.
-    """
+    """Ends each row with the token that completes a stop string in its generated text."""
 
+    # transformers' `StopStringCriteria` compares the names of tokens: it misses characters that are several tokens, and
+    # finds strings that begin in the prompt.
     def __init__(self, rows: list[Row], length: int):
         self.rows, self.length, self.seen = rows, length, 0  # of the prompt, and of what rows have read
 
@@ -85,25 +80,25 @@ class StopCriteria(StoppingCriteria):
         return torch.tensor([row.end is not None for row in self.rows], device=input_ids.device)
 
 
-def held_back(tokenizer: Tokenizer, tokens: list[int], skips_special: bool) -> str:
-    """Returns the end of a text that a stream of its tokens has not given, because it is part of a character."""
-    text = tokenizer.decode(tokens, skip_special_tokens=skips_special)
-    if not text.endswith("\ufffd"):
-        return ""
-    decoder = DecodeStream([], skip_special_tokens=skips_special)
-    return text[sum(len(decoder.step(tokenizer, token) or "") for token in tokens) :]
+class Penalties(LogitsProcessor):
+    """Lowers each token's logit by `frequency` for each time that the answer has it, and by `presence` if it has it."""
+
+    def __init__(self, prompt_length: int, frequency: float, presence: float):
+        self.prompt_length, self.frequency, self.presence = prompt_length, frequency, presence
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        answer = input_ids[:, self.prompt_length :]
+        counts = torch.zeros_like(scores).scatter_add_(1, answer, torch.ones_like(answer, dtype=scores.dtype))
+        return scores - self.frequency * counts - self.presence * (counts > 0)
 
 
 class Choice(BaseStreamer):
-    """
-    A choice of an answer. Gives transformers' handler the texts and tool calls of its row, cut before a stop string: as
-    they come if the answer is streamed, and else at the end.
-    """
+    """Gives transformers' handler the texts and tool calls of a row: as they come in a stream, and else at the end."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, tokenizer: Tokenizer, parameters: Parameters, parser=None):
         self.loop, self.tokenizer, self.parser, self.queue = loop, tokenizer, parser, asyncio.Queue()
         self.is_streamed, self.cut, self.kind = parameters.stream, Cut(parameters.stops()), str
-        self.decoder, self.tokens = DecodeStream([], skip_special_tokens=parser is None), []
+        self.decoder, self.tokens, self.length = DecodeStream([], skip_special_tokens=parser is None), [], 0
         self.items = [] if parser is None else response_events_to_chunks(parser.initial_events)  # that are not sent
         self.marks: list[int | None] = []  # for each item that was sent, the tokens that it and those before it show
         self.is_over = False
@@ -125,7 +120,8 @@ class Choice(BaseStreamer):
 
     def end(self) -> None:
         self.is_over = True
-        self._read(held_back(self.tokenizer, self.tokens, self.parser is None))
+        text = self.tokenizer.decode(self.tokens, skip_special_tokens=self.parser is None)
+        self._read(text[self.length :] if text.endswith("\ufffd") else "")  # the decoder waits for whole characters
         if self.parser is not None:
             self.items += response_events_to_chunks(self.parser.finalize())
         items = self._cut()
@@ -140,6 +136,7 @@ class Choice(BaseStreamer):
         self.loop.call_soon_threadsafe(self.queue.put_nowait, _StreamError(str(error)) if is_told else None)
 
     def _read(self, text: str) -> None:
+        self.length += len(text)
         if text:
             self.items += [text] if self.parser is None else response_events_to_chunks(self.parser.feed(text))
 

@@ -26,8 +26,8 @@ import hf_ssd
 from .calls import END_TIMEOUT, POLL, Call, CallRunner
 from .errors import OF_THE_CLIENT, read, refuse
 from .gate import Gate
-from .limits import Limits, positions_of
-from .live import Live, LiveRequest
+from .limits import Limits
+from .live import LiveRequest, events
 from .metrics import Metrics
 from .parameters import ChatRequest, CompletionRequest, DecisionRequest, ResponseRequest
 from .request_log import RequestLog
@@ -68,10 +68,9 @@ class Server(Serve):
         except ValueError as error:
             self.why_in_turn = str(error)
         metrics, config = Metrics(assistant, batch), self.server.config
-        calls = CallRunner(metrics.totals, max_tokens, batch)
+        calls = CallRunner(Limits(model, processor, names), metrics.totals, max_tokens, batch)
         self._generation_state.get_manager = lambda *args, **kwargs: calls
-        limits, preparing = Limits(model, processor, names), ThreadPoolExecutor(1, "hf_ssd prepares")
-        app = application(names, assistant, metrics, Live(model, processor, calls), calls)
+        app, preparing = application(assistant, metrics, calls), ThreadPoolExecutor(1, "hf_ssd prepares")
         for path, handler, kind in [
             ("/v1/chat/completions", self._chat_handler, ChatRequest),
             ("/v1/completions", self._completion_handler, CompletionRequest),
@@ -80,7 +79,7 @@ class Server(Serve):
         ]:
             if handler is not None:
                 handler._resolve_model = lambda body: (names[0], model, processor)
-                app.add_route(path, Endpoint(handler, kind, limits, calls, preparing), ["POST"])
+                app.add_route(path, Endpoint(handler, kind, calls, preparing), ["POST"])
         for kind in (*OF_THE_CLIENT, Exception):
             app.add_exception_handler(kind, refuse)
         app.add_middleware(Gate, hosts(config.host, allowed_hosts), enable_cors, api_key)
@@ -89,7 +88,7 @@ class Server(Serve):
             app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
         level, patience = logging.get_verbosity(), GRACE + int(END_TIMEOUT)
         options = {"log_level": level, "access_log": False, "timeout_graceful_shutdown": patience}
-        warming = functools.partial(warm_up, calls, model, limits.tokenizer, assistant)
+        warming = functools.partial(warm_up, calls, assistant)
         self.server = Uvicorn(uvicorn.Config(app, config.host, config.port, **options), calls, warming, on_listening)
 
     def start_server(self) -> None:
@@ -129,13 +128,14 @@ class Uvicorn(uvicorn.Server):
         await super().shutdown(*args, **kwargs)
 
 
-def warm_up(calls: CallRunner, model: PreTrainedModel, tokenizer, assistant, call: Call) -> None:
+def warm_up(calls: CallRunner, assistant, call: Call) -> None:
     """Waits for the draft's worker and generates a few tokens, for which the first client would wait."""
     deadline = time.monotonic() + PATIENCE
     while getattr(assistant, "state", None) == "starting" and time.monotonic() < deadline:
         calls.check(call)
         time.sleep(POLL)
-    tokens, positions = tokenizer(WARM_UP_PROMPT)["input_ids"][:8] or [0], positions_of(model)
+    model, positions = calls.limits.model, calls.limits.positions
+    tokens = calls.limits.tokenizer(WARM_UP_PROMPT)["input_ids"][:8] or [0]
     ids = torch.tensor([tokens], device=model.device)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     most = WARM_UP_TOKENS if positions is None else min(WARM_UP_TOKENS, positions - len(tokens))
@@ -152,7 +152,7 @@ def hosts(host: str, allowed: Sequence[str]) -> list[str]:
     return ["localhost", "127.0.0.1", "::1", host, *allowed] if allowed or is_loopback else ["*"]
 
 
-def application(names: list[str], assistant, metrics: Metrics, live: Live, calls: CallRunner) -> FastAPI:
+def application(assistant, metrics: Metrics, calls: CallRunner) -> FastAPI:
     """Returns an application with all addresses that need no handler of transformers."""
 
     @contextlib.asynccontextmanager
@@ -160,9 +160,10 @@ def application(names: list[str], assistant, metrics: Metrics, live: Live, calls
         yield
         await calls.end()
 
+    names, tokenizer = calls.limits.names, calls.limits.tokenizer
     name = names[0]
     entry = {"id": name, "object": "model", "created": 0, "owned_by": "hf_ssd"}
-    entry["has_chat_template"] = live.tokenizer.chat_template is not None  # for the page
+    entry["has_chat_template"] = tokenizer.chat_template is not None  # for the page
     app = FastAPI(title="hf_ssd", version=hf_ssd.__version__, lifespan=lifespan)
 
     @app.get("/", response_class=HTMLResponse)
@@ -171,8 +172,8 @@ def application(names: list[str], assistant, metrics: Metrics, live: Live, calls
 
     @app.post("/live")
     async def watch(request: Request) -> StreamingResponse:
-        events = live.events(read(LiveRequest, await request.body()))
-        return StreamingResponse(events, media_type="text/event-stream")
+        asked = read(LiveRequest, await request.body())
+        return StreamingResponse(events(asked, calls), media_type="text/event-stream")
 
     @app.get("/metrics")
     def figures() -> Response:
