@@ -62,8 +62,9 @@ def read(
     model: PreTrainedModel, view: PreTrainedModel, texts: Texts, drafts: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
     """
-    Returns logits `(compared, tokens, vocab_size)` of the texts alone, of the last tokens of the prompts beside other
-    rows, and of the tokens after them among others, both by passes of a view; and whether matrices were multiplied in low precision.
+    Returns logits `(compared, tokens, vocab_size)` of the texts alone; of the last tokens of the prompts beside other
+    rows and of the tokens after them among others, by passes of the view; and whether these multiplied in low
+    precision.
     """
     is_recurrent = attention_layout(model).recurrent
     if drafts:
