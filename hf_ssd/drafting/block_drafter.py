@@ -1,5 +1,7 @@
 """Drafting with a head that fills a block of mask tokens in one pass, in turn with its target."""
 
+import torch
+
 from ..devices import from_host
 from .head_drafter import HeadPrefix
 from .parallel_drafter import ParallelDrafter
@@ -20,10 +22,11 @@ class BlockPrefix(HeadPrefix):
     def _decoder(self, model, continues, **options):
         return super()._decoder(model, continues, **{**options, "column_limit": None})  # blocks go beyond the text
 
-    def _at(self, columns):
-        inputs, last = super()._at(columns), from_host(self.columns, self.device)[:, None] + self.block - 2
-        inputs[:, :, -1] = (last - columns).clamp(min=0)
-        return inputs
+    def _next(self, count, at_least):
+        inputs, starts, width = super()._next(count, at_least)
+        behind = from_host([n + self.block - 2 - start for n, start in zip(self.columns, starts)], self.device)
+        inputs[:, :, -1] = (behind[:, None] - torch.arange(width, device=self.device)).clamp(min=0)
+        return inputs, starts, width
 
 
 class BlockDrafter(ParallelDrafter):

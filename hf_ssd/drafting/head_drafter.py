@@ -48,15 +48,12 @@ class HeadPrefix(VerifiedPrefix):
             self.columns[row] = len(text)
             self.inputs.values[row, : len(text)] = text
 
-    def _inputs_of(self, row, columns):
-        return self.decoder.view.inputs(super()._inputs_of(row, columns), self.states.values[row, columns])
-
     def _shared(self, earlier, row):
         return min(super()._shared(earlier, row), earlier._column(row, earlier.known[row]))
 
-    def _at(self, columns):
+    def _inputs(self, rows, columns):
         self.states.reserve(self.inputs.values.shape[1])
-        return self.decoder.view.inputs(super()._at(columns), self.states.at(columns))
+        return self.decoder.view.inputs(super()._inputs(rows, columns), self.states.values[rows, columns])
 
     def write_states(self, states: torch.Tensor, behind: int) -> None:
         """Writes the states that columns read, from `behind` columns after each row's last one on."""

@@ -3,7 +3,6 @@
 import torch
 
 from ..devices import from_host
-from .draft_info import DraftInfo
 from .drafter import Completion, Drafter
 
 
@@ -15,10 +14,6 @@ class ParallelDrafter(Drafter):
 
     one_pass = True
     grown: torch.Tensor | None = None  # the outputs of all branches, which were grown for the next outcome
-
-    def __init__(self, model, *others, **options):
-        super().__init__(model, *others, **options)
-        self.mask_token = DraftInfo.of(model.config).mask_token
 
     def _outputs(self, from_fallback):
         if any(from_fallback) or self._known_width <= self.drafted.shape[1]:
@@ -32,7 +27,7 @@ class ParallelDrafter(Drafter):
         if histories is not None:
             histories.scatter_(2, from_host(starts, self.device)[:, :, None], bonus[:, :, None])
         branches = self.vocabulary.to_draft(bonus)[:, :, None].repeat(1, 1, plan.lookahead + 1)
-        branches[:, :, 1:] = self.mask_token
+        branches[:, :, 1:] = self.prefix.decoder.view.config.pard_token
         forks = from_host(self.prefix.forks(taken), self.device)
         self.grown = self.prefix.feed_with_branches(self.drafted.shape[1], forks, branches)
         drawn = self._draw_all(self.grown, histories, starts, range(plan.lookahead), plan)
@@ -60,8 +55,8 @@ class ParallelDrafter(Drafter):
 
     def _guess(self, width: int) -> torch.Tensor:
         """Returns the outputs for the next `width` tokens of each row, and the token after them, from mask tokens."""
-        columns = self.prefix.columns
-        self.prefix.inputs.write(torch.full((len(columns), width), self.mask_token, device=self.device), columns)
+        columns, mask_token = self.prefix.columns, self.prefix.decoder.view.config.pard_token
+        self.prefix.inputs.write(torch.full((len(columns), width), mask_token, device=self.device), columns)
         return self.prefix.feed(width, wanted=width + 1)
 
     def _draw_all(self, outputs: torch.Tensor, histories, starts: torch.LongTensor, depths: range, plan):

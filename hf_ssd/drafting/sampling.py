@@ -38,18 +38,15 @@ class SpeculationNoise:
 
     def gather(self, rows: list[int], starts: list[list[int]], depth: int) -> torch.Tensor:
         """Returns the noise of shape `(len(rows), count, vocab_size)` for `count` starts of each of these rows."""
-        return self._at(DRAFTED, [[(row, start, depth) for start in starts[row]] for row in rows])
-
-    def of_bonus(self, rows: list[int], starts: list[int], counts: int) -> torch.Tensor:
-        """Returns the noise of bonus tokens. See [`DraftSampler.bonus_noise`]."""
-        return self._at(BONUS, [[(row, starts[row], depth) for depth in range(counts)] for row in rows])
+        return self.at(DRAFTED, [[(row, start, depth) for start in starts[row]] for row in rows])
 
     def of_acceptance(self, rows: list[int], starts: list[int], lookahead: int) -> torch.Tensor:
         """Returns the numbers `(len(rows), lookahead)`, on the CPU, with which the target accepts tokens."""
         of_rows = torch.tensor([[row - self.first_row, starts[row]] for row in rows])
         return self.noise.uniform(places(ACCEPTANCE, of_rows[:, :1], of_rows[:, 1:], torch.arange(lookahead)))
 
-    def _at(self, purpose: int, of_rows: list[list[tuple[int, int, int]]]) -> torch.Tensor:
+    def at(self, purpose: int, of_rows: list[list[tuple[int, int, int]]]) -> torch.Tensor:
+        """Returns the noise `(len(of_rows), N, vocab_size)` of N places of each row."""
         place_of, first = self.noise.drawn_at, self.first_row
         wanted = [place_of(purpose, row - first, *place) for of_row in of_rows for row, *place in of_row]
         new = [place for place in dict.fromkeys(wanted) if place not in self.known]
@@ -102,7 +99,9 @@ class DraftSampler:
 
     def bonus_noise(self, rows: list[int], starts: list[int], counts: int) -> torch.Tensor | None:
         """Returns the noise of bonus tokens `(rows, counts, vocab_size)`; `None` without, or in Saguaro sampling."""
-        return None if self.noise is None or self.config.saguaro_c != 1 else self.noise.of_bonus(rows, starts, counts)
+        if self.noise is None or self.config.saguaro_c != 1:  # q alone makes bonus tokens likely there
+            return None
+        return self.noise.at(BONUS, [[(row, starts[row], depth) for depth in range(counts)] for row in rows])
 
     def luck(self, rows: list[int], starts: list[int], lookahead: int) -> torch.Tensor | float:
         """Returns -log u - 1 `(rows, lookahead)` for the u that tokens are accepted with, of mean 0; 0 if greedy."""

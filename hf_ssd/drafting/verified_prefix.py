@@ -103,15 +103,11 @@ class VerifiedPrefix:
             rows, text = range(len(self.fed)) if self.kept.most else (), self.inputs.values[row, :end].tolist()
             live = {other: self._fed(other)[:end].tolist() for other in rows if self.fed[other]}
             reader = self.joining[row] = self.kept.reader(text, self.decoder, live)
-        reader.read(self._inputs_of(row, slice(reader.length, end)))
+        reader.read(self._inputs(row, slice(reader.length, end)))
         if is_all:
             self.decoder.take_row(row, reader)
             del self.joining[row]
             self.fed[row] = reader.length
-
-    def _inputs_of(self, row: int, columns: slice) -> torch.Tensor:
-        """Returns the model's inputs in some columns of a row."""
-        return self.inputs.values[row, columns]
 
     def _fed(self, row: int) -> torch.LongTensor:
         """Returns the verified tokens of a row whose columns are in the cache."""
@@ -217,11 +213,11 @@ class VerifiedPrefix:
         width = max(at_least, lacking, self.decoder.fewest_tokens)
         starts = [max(0, n + count - width) for n in self.columns]
         columns = from_host(starts, self.device)[:, None] + torch.arange(width, device=self.device)
-        return self._at(columns), starts, width
+        return self._inputs(torch.arange(len(starts), device=self.device)[:, None], columns), starts, width
 
-    def _at(self, columns: torch.LongTensor) -> torch.Tensor:
-        """Returns the model's inputs in these columns `(batch_size, count)` of each row."""
-        return self.inputs.at(columns)
+    def _inputs(self, rows: torch.LongTensor | int, columns: torch.LongTensor | slice) -> torch.Tensor:
+        """Returns the model's inputs in these columns of these rows."""
+        return self.inputs.values[rows, columns]
 
     def _have_fed(self, count: int) -> None:
         for row in self.rows:

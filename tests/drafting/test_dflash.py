@@ -80,14 +80,14 @@ def one_place_off(monkeypatch):
 
 
 def causal_blocks(monkeypatch):
-    at = BlockPrefix._at
+    following = BlockPrefix._next
 
-    def causal(self, columns):
-        inputs = at(self, columns)
+    def causal(self, *counts):
+        inputs, *places = following(self, *counts)
         inputs[..., -1] = 0
-        return inputs
+        return inputs, *places
 
-    monkeypatch.setattr(BlockPrefix, "_at", causal)
+    monkeypatch.setattr(BlockPrefix, "_next", causal)
 
 
 def mask_tokens_stay(monkeypatch):

@@ -116,16 +116,17 @@ def states_of_the_earlier_row(monkeypatch):
 
 def before_the_features(monkeypatch):
     """The head reads a text without its features."""
-    inputs_of = HeadPrefix._inputs_of
+    inputs_of = HeadPrefix._inputs
 
-    def of_zeros(self, row, columns):
+    def of_zeros(self, rows, columns):
         states = self.states.values.clone()
-        self.states.values[row] = 0
-        inputs = inputs_of(self, row, columns)
+        if isinstance(rows, int):
+            self.states.values[rows] = 0
+        inputs = inputs_of(self, rows, columns)
         self.states.values = states
         return inputs
 
-    monkeypatch.setattr(HeadPrefix, "_inputs_of", of_zeros)
+    monkeypatch.setattr(HeadPrefix, "_inputs", of_zeros)
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,10 @@ def head_config(values: dict, target: PreTrainedModel) -> PreTrainedConfig:
     nested = values.get("transformer_layer_config", values)
     if (count := nested.get("num_hidden_layers", 1)) != 1:
         raise ValueError(f"The head has {count} layers; EAGLE-3 heads of one layer are supported.")
-    layers = _layers(values, len(decoder_parts(target)[0]))
+    name, count = "eagle_aux_hidden_state_layer_ids", len(decoder_parts(target)[0])
+    # SpecForge and SGLang, which nest them, count layers from 0, and mean their outputs.
+    layers = [layer + 1 for layer in (values.get("eagle_config") or {}).get(name) or ()]
+    layers = list(values.get(name) or layers or (2, count // 2, count - 3))
     check_layers(target, layers)
     own = {name: bool(values.get(name, False)) for name in NORMS}
     own |= {"target_layers": layers, "target_width": len(layers) * text.hidden_size}
@@ -136,16 +139,6 @@ def head_config(values: dict, target: PreTrainedModel) -> PreTrainedConfig:
     config = AutoConfig.for_model(nested["model_type"], **{**layer, **own})
     config.tie_word_embeddings = False
     return config
-
-
-def _layers(values: dict, count: int) -> list[int]:
-    """Returns the indices of the hidden states that a head reads, of a target with `count` layers."""
-    name, nested = "eagle_aux_hidden_state_layer_ids", values.get("eagle_config") or {}
-    if values.get(name):
-        return list(values[name])
-    if nested.get(name):  # SpecForge and SGLang count layers from 0, and mean their outputs
-        return [layer + 1 for layer in nested[name]]
-    return [2, count // 2, count - 3]
 
 
 def _read_weights(path: str) -> dict[str, torch.Tensor]:
