@@ -38,6 +38,3 @@ class BlockDrafter(ParallelDrafter):
     def _guess(self, width):
         self.prefix.block = max(self.prefix.decoder.view.config.block_size, width + 1)
         return super()._guess(self.prefix.block - 1)[:, 1 : width + 1]
-
-    def _logits(self, outputs):
-        return super()._logits(self.prefix.decoder.view.logits(outputs))

@@ -12,10 +12,10 @@ import numpy as np
 
 from ..config import SSDConfig
 from ..theory import fan_out_for, geometric_fan_out
-from .calibration import OnlineLogistic, log_odds
-from .outcome_candidates import OutcomeCandidates
+from .outcome_candidates import OutcomeCandidates, log_odds
 
 CANDIDATES = 32  # bonus tokens that are ranked after each accepted count
+LEARNING_RATE = 0.3  # of logistic models
 
 
 def allocate(weights: list[float], budget: int) -> list[int]:
@@ -119,6 +119,28 @@ class Explicit(Uniform):
         return list(given) if len(given) == len(acceptance) + 1 else super().fan_out(acceptance, budget)
 
 
+class OnlineLogistic:
+    """Estimates the chance of an event, of whose inputs the first is a constant 1, by AdaGrad (Duchi et al., 2011)."""
+
+    # In numpy, which processes so few numbers in microseconds.
+
+    def __init__(self, weights: list[float]):
+        self.weights, self.squares = np.array(weights), np.ones(len(weights))
+
+    def __call__(self, *inputs: np.ndarray) -> np.ndarray:
+        """Returns the estimated chance, of the shape of the inputs."""
+        score = self.weights[0] + sum(w * x for w, x in zip(self.weights[1:], inputs))
+        return 0.5 + 0.5 * np.tanh(0.5 * score)  # the logistic function in a form that does not overflow
+
+    def learn(self, happened: np.ndarray, *inputs: np.ndarray) -> None:
+        """Takes a single step for all events. `happened` and each of the inputs have shape `(events,)`."""
+        if len(happened):
+            error = self(*inputs) - happened
+            gradient = np.array([error.sum(), *(error @ x for x in inputs)])
+            self.squares += gradient**2
+            self.weights -= LEARNING_RATE * gradient / np.sqrt(self.squares)
+
+
 class Confidence(CacheShape):
     """
     The budget goes to the most likely outcomes of the round. Their chances are estimated from the draft's probabilities
@@ -148,7 +170,7 @@ class Confidence(CacheShape):
         """Returns how likely each candidate is, of shape `(batch_size, lookahead + 1, candidates)`."""
         seen, is_fallback = (candidates.drafted_log_odds, candidates.luck), np.array(candidates.from_fallback)[:, None]
         counts = chances_of_counts(np.where(is_fallback, self.accepted_fallback(*seen), self.accepted(*seen)))
-        guesses, ranks = candidates.log_odds, _log_ranks(candidates.chances.shape[2])
+        guesses, ranks = candidates.log_odds, np.log(np.arange(1, 1 + candidates.chances.shape[2]))
         right = self.right_after_rejection(guesses, ranks)
         right[:, -1] = self.right_at_the_end(guesses[:, -1], ranks)
         return counts[:, :, None] * right
@@ -156,7 +178,7 @@ class Confidence(CacheShape):
     def learn(self, candidates, accepted, bonus):
         lookahead, tokens = len(candidates.limits) - 1, candidates.guesses
         odds, luck = candidates.drafted_log_odds, candidates.luck
-        guesses, ranks = candidates.log_odds, _log_ranks(tokens.shape[2])
+        guesses, ranks = candidates.log_odds, np.log(np.arange(1, 1 + tokens.shape[2]))
         seen = {}  # for each model, the events of the rows that are not finished: whether they happened, and inputs
         for row, (k, token) in enumerate(zip(accepted, bonus)):
             if k >= 0:
@@ -167,11 +189,6 @@ class Confidence(CacheShape):
                 seen.setdefault(model, []).append((tokens[row, k] == token, guesses[row, k], ranks))
         for model, rows in seen.items():
             model.learn(*(np.concatenate(of_rows) for of_rows in zip(*rows)))
-
-
-@functools.cache
-def _log_ranks(guesses: int) -> np.ndarray:
-    return np.log(np.arange(1, guesses + 1))
 
 
 SHAPES = {

@@ -149,6 +149,8 @@ class Drafter(ABC):
 
     def _logits(self, outputs: torch.Tensor) -> torch.Tensor:
         """Returns the target's logits for the outputs of passes."""
+        if self.reads_target:
+            outputs = self.prefix.decoder.view.logits(outputs)
         return self.vocabulary.to_target(outputs).float()
 
     def _luck(self, starts: list[int], lookahead: int) -> np.ndarray:

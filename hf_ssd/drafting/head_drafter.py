@@ -119,6 +119,3 @@ class HeadDrafter(AutoregressiveDrafter):
         inputs = self.prefix.decoder.view.inputs(self.vocabulary.to_draft(tokens), states)
         self.grown += (self.branches.grow(inputs),)
         return self.grown[-1]
-
-    def _logits(self, outputs):
-        return super()._logits(self.prefix.decoder.view.logits(outputs))

@@ -8,9 +8,13 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from .calibration import log_odds
-
 UNUSED = -2  # an accepted count for unused places in the speculation cache, which no outcome matches
+
+
+def log_odds(probability: np.ndarray | float) -> np.ndarray:
+    """Returns log(p / (1 - p)), finite at 0 and 1."""
+    probability = np.minimum(np.maximum(probability, 1e-6), 1 - 1e-6)
+    return np.log(probability / (1 - probability))
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ class ParallelDrafter(Drafter):
             histories.scatter_(2, from_host(starts, self.device)[:, :, None], bonus[:, :, None])
         branches = self.vocabulary.to_draft(bonus)[:, :, None].repeat(1, 1, plan.lookahead + 1)
         branches[:, :, 1:] = self.prefix.decoder.view.config.pard_token
-        forks = from_host(self.prefix.forks(taken), self.device)
+        forks = from_host(torch.tensor(self.prefix.columns)[:, None] + taken, self.device)
         self.grown = self.prefix.feed_with_branches(self.drafted.shape[1], forks, branches)
         drawn = self._draw_all(self.grown, histories, starts, range(plan.lookahead), plan)
         tokens, *others = zip(*drawn)

@@ -80,7 +80,7 @@ class DraftSampler:
         num_workers: int = 1,
         first_row: int = 0,
     ):
-        self.config, self.num_workers, self.vocab_size = config, num_workers, vocab_size
+        self.config, self.num_workers = config, num_workers
         self.processors = draft_processors(model, generation_config, prompt_length)
         self.need_history = needs_history(self.processors)
         self.truncates = any(type(processor) is not TemperatureLogitsWarper for processor in self.processors)

@@ -29,11 +29,6 @@ class SpeculationCache:
         self.supports: list[list[list[int]]] = []
         self.beside: list[list[list[list[int]]]] = [[[] for _ in of_row] for of_row in bonus]
 
-    @property
-    def grown(self) -> int:
-        """Number of tokens of each branch."""
-        return len(self.tokens[0][0])
-
     def append(
         self, tokens: list, probabilities: torch.FloatTensor | None, supports: list | None, beside: list | None = None
     ) -> None:

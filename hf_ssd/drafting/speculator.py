@@ -165,7 +165,7 @@ class Speculator:
         record = RoundRecord(ranks=branches) if cache is None else cache.record
         found = Speculation([[] for _ in counts], None, record)
         if cache is not None:
-            record.grown, record.ranks = cache.grown, cache.candidates.ranks(counts, bonus)
+            record.grown, record.ranks = len(cache.tokens[0][0]), cache.candidates.ranks(counts, bonus)
             branches = [-1 if own else branch for own, branch in zip(self.proposed, cache.lookup(counts, bonus))]
             for row in [row for row, has_turned in enumerate(turned) if has_turned and branches[row] >= 0]:
                 if not cache.go_on(row, branches[row], outcome.tokens[row][-1]):

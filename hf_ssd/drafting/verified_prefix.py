@@ -71,7 +71,8 @@ class VerifiedPrefix:
 
     def branches(self, accepted: torch.LongTensor, behind: int, depth: int) -> Branches:
         """Returns branches of `depth` tokens, which fork among the `behind` tokens after each row's prefix."""
-        return self.branches_kind(self.decoder, self.forks(accepted), max(self.columns) + behind, depth)
+        forks = torch.tensor(self.columns)[:, None] + accepted
+        return self.branches_kind(self.decoder, forks, max(self.columns) + behind, depth)
 
     def adopt(self, branches: Branches, chosen: list[int]) -> torch.Tensor | None:
         """Takes in each row's chosen branch, if branches can be taken in, and returns raw logits after its tokens."""
@@ -143,10 +144,6 @@ class VerifiedPrefix:
     def ends(self, count: int | torch.LongTensor = 0) -> torch.LongTensor:
         """Returns the position after each row's prefix and `count` more tokens, `(batch_size, 1 or N)`, on the CPU."""
         return torch.tensor(self.lengths)[:, None] + count
-
-    def forks(self, accepted: torch.LongTensor) -> torch.LongTensor:
-        """Returns the column after each row's prefix and `accepted` drafted tokens, `(batch_size, N)` on the CPU."""
-        return torch.tensor(self.columns)[:, None] + accepted
 
     def write(self, tokens: torch.LongTensor, behind: int = 0) -> None:
         """Writes tokens `(batch_size, M)` into the rows, `behind` tokens after each row's prefix."""

@@ -16,8 +16,9 @@ class Head(PreTrainedModel, GenerationMixin):
     At each position a head reads a token and a *state*: what [`~Head.fuse`] makes of the target's hidden states at the
     token before, or its own output there. Its output is a state, of which [`~Head.logits`] makes the next token's.
 
-    A subclass is published in folders, which it knows by `is_format`, builds by `structure` and reads by `load`, or as
-    models of transformers, of which `Head(model, target)` makes the head. Its config has `target_layers`,
+    A subclass is published in folders, which it knows by `is_format`, builds without weights by `structure`, and reads
+    by `load` onto the target's device, by default in its dtype; both raise `ValueError` for another target's head. Or
+    models of transformers are made into it by `Head(model, target)`. Its config has `target_layers`,
     `target_width`, `target_keys` if it reads keys too, and `draft_vocab_size`, the number of tokens it can propose.
     """
 
@@ -37,16 +38,6 @@ class Head(PreTrainedModel, GenerationMixin):
     def is_format(cls, path: str, values: dict) -> bool:
         """Whether a folder whose config has these values holds such a head."""
         return False
-
-    @classmethod
-    def structure(cls, path: str, values: dict, target: PreTrainedModel) -> "Head":
-        """Returns the head without its weights, or raises `ValueError` if it was made for another target."""
-        raise NotImplementedError
-
-    @classmethod
-    def load(cls, path: str, values: dict, target: PreTrainedModel, dtype: torch.dtype | None = None) -> "Head":
-        """Loads the head onto its target's device, by default in the target's dtype, or raises `ValueError`."""
-        raise NotImplementedError
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embed_tokens
