@@ -1,8 +1,4 @@
-"""Cache shapes: which verification outcomes to prepare in a round.
-
-With every shape, the guesses after an accepted count are the draft's most likely tokens there. A shape only decides how
-many guesses there are: the *fan-out* F_k for each accepted count k and each row. A row's fan-outs sum to the budget.
-"""
+"""Cache shapes: how many guesses of the bonus token, the *fan-out* F_k, to prepare after each accepted count k."""
 
 import functools
 import math
@@ -56,11 +52,9 @@ class CacheShape(ABC):
 
     @abstractmethod
     def covered(self, acceptance: np.ndarray, after_rejection: np.ndarray, at_the_end: np.ndarray, budgets) -> list:
-        """
-        Returns the probability mass of the outcomes that are prepared with each budget, for the planner, from the mean
-        chance of each drafted token `(lookahead,)` to be accepted if all tokens before it were, and of each of the
-        draft's guesses `(CANDIDATES,)` to be the bonus token, the best guess first.
-        """
+        """Returns the chance mass of the outcomes that are prepared with each budget, for the planner."""
+        # Means of many rounds: the chance that each drafted token `(lookahead,)` is accepted if all before it were, and
+        # that each guess `(CANDIDATES,)`, the best first, is the bonus token.
 
     def learn(self, candidates: OutcomeCandidates, accepted: list[int], bonus: list[int]) -> None:
         """Learns from the end of a round: accepted count (negative for a finished row) and bonus token of each row."""

@@ -2,11 +2,10 @@
 
 from ..config import SSDConfig
 from .autoregressive_drafter import AutoregressiveDrafter
-from .block_drafter import BlockDrafter
 from .draft_info import DraftInfo
 from .drafter import Drafter
 from .head_drafter import HeadDrafter
-from .parallel_drafter import ParallelDrafter
+from .parallel_drafter import BlockDrafter, ParallelDrafter
 
 DRAFTERS: dict[str, type[Drafter]] = {  # "auto" is the first kind that fits the model
     "dflash": BlockDrafter,

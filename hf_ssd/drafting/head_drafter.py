@@ -79,10 +79,7 @@ class HeadPrefix(VerifiedPrefix):
 
 
 class HeadDrafter(AutoregressiveDrafter):
-    """
-    A head. Outcomes are prepared on its own states, and features come with the outcome. So a speculation that was
-    prepared differs from one drafted just in time: which of them is verified depends on the outcome, not on its noise.
-    """
+    """A head, which prepares outcomes on its own states: what it drafts with features of the same tokens differs."""
 
     reads_target = True
     prefix_class = HeadPrefix

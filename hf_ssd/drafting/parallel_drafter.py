@@ -1,16 +1,17 @@
-"""Parallel drafts (PARD; An et al., ICLR 2026): all tokens of a speculation in one forward pass."""
+"""All tokens of a speculation in one pass: parallel drafts (PARD; An et al., ICLR 2026), and heads that fill blocks."""
 
 import torch
 
 from ..devices import from_host
 from .drafter import Completion, Drafter
+from .head_drafter import HeadPrefix
+from .verified_prefix import VerifiedPrefix
 
 
 class ParallelDrafter(Drafter):
-    """
-    A causal language model that was trained to guess several tokens ahead: fed a bonus token and K mask tokens, each
-    position gives a token from its marginal distribution, in which warpers see no tokens drawn before it.
-    """
+    """A causal language model that was trained to guess several tokens ahead, fed a bonus token and mask tokens."""
+
+    # Tokens are drawn from marginal distributions, so warpers that read tokens do not see those drawn before.
 
     one_pass = True
     grown: torch.Tensor | None = None  # the outputs of all branches, which were grown for the next outcome
@@ -64,3 +65,35 @@ class ParallelDrafter(Drafter):
         for depth in depths:
             lengths = starts + 1 + (depth if histories is None else 0)
             yield self._draw(self._logits(outputs[:, :, depth]), lengths, starts.tolist(), depth, plan, histories)
+
+
+class BlockPrefix(HeadPrefix):
+    """The verified tokens as such a head reads them: column `c` has token `c` and its state, zeros until it comes."""
+
+    block = 1  # columns, from that of the last verified token on, which see each other
+
+    def _texts(self, prompts):
+        return VerifiedPrefix._texts(self, prompts)
+
+    def _column(self, row, token):
+        return token
+
+    def _decoder(self, model, continues, **options):
+        return super()._decoder(model, continues, **{**options, "column_limit": None})  # blocks go beyond the text
+
+    def _next(self, count, at_least):
+        inputs, starts, width = super()._next(count, at_least)
+        behind = from_host([n + self.block - 2 - start for n, start in zip(self.columns, starts)], self.device)
+        inputs[:, :, -1] = (behind[:, None] - torch.arange(width, device=self.device)).clamp(min=0)
+        return inputs, starts, width
+
+
+class BlockDrafter(ParallelDrafter):
+    """A head that is fed the last verified token and mask tokens, in blocks of at least the size of its training."""
+
+    reads_target = True
+    prefix_class = BlockPrefix
+
+    def _guess(self, width):
+        self.prefix.block = max(self.prefix.decoder.view.config.block_size, width + 1)
+        return super()._guess(self.prefix.block - 1)[:, 1 : width + 1]

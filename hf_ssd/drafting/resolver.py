@@ -31,6 +31,7 @@ class ResolvedDraft:
     info: DraftInfo | None = None
     one_pass: bool = False  # whether a pass gives all tokens of a speculation, as the planner must know
     fallback: PreTrainedModel | None = None  # a head of the target that drafts after a miss
+    reader: DraftInfo | None = None  # the facts of the fallback, if there is one, or of the draft
 
     @property
     def name(self) -> str:
@@ -45,17 +46,13 @@ class ResolvedDraft:
     @property
     def reads(self) -> tuple | None:
         """The layers of the target whose hidden states are read, and those whose keys and values are, if any are."""
-        info = self._reader
-        return (info.target_layers, info.target_keys) if info is not None and info.target_layers else None
+        has_layers = self.reader is not None and self.reader.target_layers
+        return (self.reader.target_layers, self.reader.target_keys) if has_layers else None
 
     @property
     def width(self) -> int:
         """How many numbers of each token of the target are read."""
-        return 0 if self._reader is None else self._reader.target_width
-
-    @property
-    def _reader(self) -> DraftInfo | None:
-        return self.info if self.fallback is None else DraftInfo.of(self.fallback.config)
+        return 0 if self.reader is None else self.reader.target_width
 
 
 def resolve(draft, target: PreTrainedModel, config: SSDConfig) -> ResolvedDraft:
@@ -96,7 +93,8 @@ def resolve(draft, target: PreTrainedModel, config: SSDConfig) -> ResolvedDraft:
                 "hidden states of its own; leave it out."
             )
         fallback = OF_TARGET[config.fallback](target)
-    return ResolvedDraft(model, path, draft, info, one_pass, fallback)
+    reader = info if fallback is None else DraftInfo.of(fallback.config)
+    return ResolvedDraft(model, path, draft, info, one_pass, fallback, reader)
 
 
 def forget(path: str) -> list[PreTrainedModel]:

@@ -3,7 +3,7 @@
 import copy
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, TemperatureLogitsWarper
+from transformers import GenerationConfig, PreTrainedModel, TemperatureLogitsWarper
 
 from .. import devices
 from ..argmax import argmax
@@ -108,10 +108,7 @@ class DraftSampler:
         return 0.0 if self.noise is None else -self.noise.of_acceptance(rows, starts, lookahead).log() - 1
 
     def draw(self, scores: torch.Tensor, noise: torch.Tensor | None, depth: int, plan: Plan):
-        """
-        Draws token number `depth` by processed scores `(batch_size, N, vocab_size)`, the most likely one without noise.
-        Returns tokens `(batch_size, N)` and their distributions, `None` if verification needs none.
-        """
+        """Draws token number `depth`, the most likely one without noise, and tells its distribution, if needed."""
         if noise is None:
             return argmax(scores), None
         if self.config.verification == COUPLED:
@@ -143,12 +140,4 @@ def draft_processors(model: PreTrainedModel, generation_config: GenerationConfig
     generation_config.encoder_repetition_penalty = generation_config.encoder_no_repeat_ngram_size = None
     generation_config.watermarking_config = None  # such a processor may keep a state
     model._prepare_special_tokens(generation_config, True, device=devices.of_model(model))
-    return model._get_logits_processor(
-        generation_config=generation_config,
-        input_ids_seq_length=prompt_length,
-        encoder_input_ids=None,
-        prefix_allowed_tokens_fn=None,
-        logits_processor=LogitsProcessorList(),
-        device=devices.of_model(model),
-        model_kwargs={},
-    )
+    return model._get_logits_processor(generation_config, prompt_length, device=devices.of_model(model))

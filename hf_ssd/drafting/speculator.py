@@ -7,10 +7,12 @@ from collections.abc import Iterator
 import torch
 from transformers import GenerationConfig
 
+from ..cache.kept_prefixes import common
 from ..rounds import (
     BY_TARGET,
     CUSTOM,
     EARLY,
+    FINISHED,
     NOTHING,
     PLAIN,
     PREPARED,
@@ -147,7 +149,9 @@ class Speculator:
         start, self.plan, cache, self.prepared = time.perf_counter(), plan, self.prepared, None
         self.finished, self.waits = [not tokens for tokens in outcome.tokens], False
         self.proposed = outcome.proposed or [[] for _ in outcome.tokens]
-        counts = [kept(*pair) for pair in zip(outcome.tokens, self.verified)]
+        # Of each row's new tokens, how many before the last one were being verified.
+        rows = zip(outcome.tokens, self.verified)
+        counts = [common(of_row[:-1], own) if of_row else FINISHED for of_row, own in rows]
         bonus = [of_row[k] if of_row else 0 for of_row, k in zip(outcome.tokens, counts)]
         # A row that has accepted a sibling has a token behind the bonus token that a chain would have given it.
         turned = [
@@ -258,14 +262,6 @@ class Speculator:
         """Lets the cache shape learn from all rounds that it has not learned from, except the last `keep` rounds."""
         while len(self.lessons) > keep:
             self.shape.learn(*self.lessons.pop(0))
-
-
-def kept(tokens: list[int], verified: list[int]) -> int:
-    """Returns how many new tokens of a row, the last one excluded, were being verified; `FINISHED` if it has none."""
-    k = min(len(tokens) - 1, len(verified))
-    while k > 0 and tokens[:k] != verified[:k]:
-        k -= 1
-    return k
 
 
 def answer_width(plan: Plan, known: list[int]) -> int:

@@ -7,7 +7,7 @@ import torch
 from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator
 
 import hf_ssd
-from hf_ssd.drafting.block_drafter import BlockPrefix
+from hf_ssd.drafting.parallel_drafter import BlockPrefix
 
 from ..helpers.assistants import (
     agreement,

@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers.modeling_layers import MtpModel
 
-from hf_ssd.drafting.block_drafter import BlockDrafter
 from hf_ssd.drafting.drafter import Completion
 from hf_ssd.drafting.head_drafter import HeadDrafter
 from hf_ssd.drafting.heads.eagle3 import Eagle3Head, head_config
 from hf_ssd.drafting.heads.mtp import MtpHead
+from hf_ssd.drafting.parallel_drafter import BlockDrafter
 
 from .tiny import SIZES
 
