@@ -58,7 +58,7 @@ def drafting(draft, prompt: torch.LongTensor, config):
     drafter = drafter_for(draft, config, settings, list(prompt), seed=0)
     speculator = Speculator(drafter, shape_for(config))
     plan = Plan(AHEAD, config.lookahead, config.lookahead, config.budget)
-    speculator.begin()
+    speculator.drafter.begin()
     speculator.prepare(plan)
 
     def answer():

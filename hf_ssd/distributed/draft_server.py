@@ -117,7 +117,7 @@ class DraftServer:
         speculator = self.drafts.speculator(self.model, request, earlier)
         call = self.calls[message.session] = Call(message.session, speculator, request)
         self._share_cores()  # the target reads the prompts too
-        speculator.begin()
+        speculator.drafter.begin()
         self._prepare(call, request.plan)
 
     def _make_room(self, rows: int, vocab_size: int, options: GenerationConfig) -> None:

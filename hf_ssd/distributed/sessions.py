@@ -230,7 +230,7 @@ class LocalSession(DraftSession):
         with _as_draft_error():
             self.speculator = _drafts.setdefault(model, Drafts()).speculator(model, request)
             self.speculator.plan, self.joining = request.plan, []
-            self.speculator.begin()
+            self.speculator.drafter.begin()
 
     def join(self, row: int, start: int, tokens: list[int], options: GenerationConfig | None, seed: int) -> None:
         self.joining.append((row, start, tokens, options, seed))

@@ -17,7 +17,8 @@ class AutoregressiveDrafter(Drafter):
         prefix, tokens = self.prefix, from_host(bonus, self.device)
         taken = torch.tensor(accepted).clamp(min=0)
         starts = prefix.ends(taken)
-        self.branches = prefix.branches(taken, self.drafted.shape[1], plan.lookahead)
+        forks, base = torch.tensor(prefix.columns)[:, None] + taken, max(prefix.columns) + self.drafted.shape[1]
+        self.branches = prefix.branches_kind(prefix.decoder, forks, base, plan.lookahead)
         histories = self._histories(starts.shape[1], plan.lookahead + 1)
         columns, coming = None if histories is None else from_host(starts, self.device), []
         for depth in range(plan.lookahead):

@@ -116,10 +116,8 @@ class Explicit(Uniform):
 class OnlineLogistic:
     """Estimates the chance of an event, of whose inputs the first is a constant 1, by AdaGrad (Duchi et al., 2011)."""
 
-    # In numpy, which processes so few numbers in microseconds.
-
     def __init__(self, weights: list[float]):
-        self.weights, self.squares = np.array(weights), np.ones(len(weights))
+        self.weights, self.squares = np.array(weights), np.ones(len(weights))  # numpy is fast for so few numbers
 
     def __call__(self, *inputs: np.ndarray) -> np.ndarray:
         """Returns the estimated chance, of the shape of the inputs."""

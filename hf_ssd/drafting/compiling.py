@@ -27,7 +27,7 @@ def compile_draft(model: PreTrainedModel) -> str | None:
             prompts = [torch.arange(PROMPT_LENGTH, device=model.device) for _ in range(rows)]
             drafter = drafter_for(model, config, generation_config, prompts, seed=0)
             speculator = Speculator(drafter, shape_for(config))
-            speculator.begin()
+            speculator.drafter.begin()
             speculator.prepare(plan)
             outcome = Outcome([[0]] * rows)
             for _ in range(2):

@@ -81,7 +81,12 @@ class Drafter(ABC):
 
         of_rows = logits, self._histories(width, 0), self.prefix.ends(torch.arange(width))
         scores, noise = self._each(list(range(len(logits))), ranked, *of_rows)
-        luck = None if self.sampler.config.verification == COUPLED else self._luck(starts, width - 1)
+        luck = None
+        if self.sampler.config.verification != COUPLED:  # the speculation is settled, so its luck may be looked at
+            luck = np.zeros((len(starts), width - 1))
+            for sampler in {*self.samplers}:
+                rows = [row for row, other in enumerate(self.samplers) if other is sampler]
+                luck[rows] = sampler.luck(rows, starts, width - 1)
         return OutcomeCandidates.of(scores, logits, self.drafted, from_fallback, count, self.possible, noise, luck)
 
     @abstractmethod
@@ -122,8 +127,6 @@ class Drafter(ABC):
         self.prefix.forget_speculation()
         self.known = [outputs[:, :1] for outputs in self.known[:1]]  # after the last verified token
 
-    # ---------------------------------------------------------------- for all kinds
-
     def _know(self, count: int) -> int:
         """Gets to know the outputs after up to `count` tokens of the speculation. Returns the number of passes."""
         missing = count + 1 - self._known_width
@@ -152,14 +155,6 @@ class Drafter(ABC):
         if self.reads_target:
             outputs = self.prefix.decoder.view.logits(outputs)
         return self.vocabulary.to_target(outputs).float()
-
-    def _luck(self, starts: list[int], lookahead: int) -> np.ndarray:
-        """Returns the luck of the drafted tokens of all rows. The speculation is settled, so it may be looked at."""
-        luck = np.zeros((len(starts), lookahead))
-        for sampler in {*self.samplers}:
-            rows = [row for row, other in enumerate(self.samplers) if other is sampler]
-            luck[rows] = sampler.luck(rows, starts, lookahead)
-        return luck
 
     def _each(self, rows: list[int], step: Callable, *of_rows: torch.Tensor | None) -> tuple:
         """Returns the tensors that `step(sampler, rows, *of_rows)` returns, taken for the rows of each sampler."""

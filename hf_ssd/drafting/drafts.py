@@ -65,5 +65,4 @@ class Drafts:
         if request.keep_prefixes and not drafter.reads_target:  # other calls may run beside a running batch
             request.kept.begin(model, request.keep_prefixes)
             drafter.prefix.kept = request.kept
-        limit = generation.max_length
-        return Speculator(drafter, shape, limit, request.worker_index, request.num_workers)
+        return Speculator(drafter, shape, generation.max_length, request.worker_index, request.num_workers)

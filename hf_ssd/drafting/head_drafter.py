@@ -10,10 +10,7 @@ from .verified_prefix import VerifiedPrefix
 
 
 class HeadPrefix(VerifiedPrefix):
-    """
-    The verified tokens as a head reads them: column `c` holds token `c + 1` and the state of the token before it, so a
-    row has one column less than tokens, but at least one. Passes return states.
-    """
+    """The verified tokens as a head reads them: column `c` holds token `c + 1` and the state of the token before it."""
 
     def __init__(self, model: Head, prompts, column_limit, earlier=None, vocabulary=None, **options):
         super().__init__(model, prompts, column_limit, earlier, vocabulary, **options)
@@ -27,6 +24,7 @@ class HeadPrefix(VerifiedPrefix):
                 self.states.values[row, :count] = earlier.states.values[row, :count]
 
     def _texts(self, prompts):
+        # A prompt of one token keeps it, because a pass feeds at least one column.
         return [self.vocabulary.to_draft(prompt[int(len(prompt) > 1) :]) for prompt in prompts]
 
     def _column(self, row: int, token: int) -> int:

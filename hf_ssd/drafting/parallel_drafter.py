@@ -11,8 +11,6 @@ from .verified_prefix import VerifiedPrefix
 class ParallelDrafter(Drafter):
     """A causal language model that was trained to guess several tokens ahead, fed a bonus token and mask tokens."""
 
-    # Tokens are drawn from marginal distributions, so warpers that read tokens do not see those drawn before.
-
     one_pass = True
     grown: torch.Tensor | None = None  # the outputs of all branches, which were grown for the next outcome
 
@@ -62,7 +60,7 @@ class ParallelDrafter(Drafter):
 
     def _draw_all(self, outputs: torch.Tensor, histories, starts: torch.LongTensor, depths: range, plan):
         """Draws the tokens of some depths from outputs `(batch_size, N, T, ...)`, as [`Drafter._draw`] does."""
-        for depth in depths:
+        for depth in depths:  # marginal distributions: warpers do not see the tokens that are drawn before
             lengths = starts + 1 + (depth if histories is None else 0)
             yield self._draw(self._logits(outputs[:, :, depth]), lengths, starts.tolist(), depth, plan, histories)
 

@@ -13,11 +13,7 @@ class SpeculationCache:
     """The speculations prepared in a round: a branch for each of N outcomes of each row, on the host, of any length."""
 
     def __init__(
-        self,
-        accepted: list[list[int]],
-        bonus: list[list[int]],
-        candidates: OutcomeCandidates | None = None,  # of which these outcomes were chosen
-        record: RoundRecord | None = None,  # of the round, as far as its preparation has come
+        self, accepted: list[list[int]], bonus: list[list[int]], candidates: OutcomeCandidates, record: RoundRecord
     ):
         self.accepted, self.bonus, self.candidates, self.record = accepted, bonus, candidates, record
         # For each row, the branch that was prepared for each outcome (accepted count, bonus token).

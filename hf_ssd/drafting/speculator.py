@@ -61,10 +61,6 @@ class Speculator:
         self.joining: list[tuple] = []  # tokens of rows that join, which are read before the next preparation
         self.lessons: list[tuple] = []  # candidates, accepted counts and bonus tokens of rounds not learned from yet
 
-    def begin(self) -> None:
-        """Reads the prompts, while the target does the same."""
-        self.drafter.begin()
-
     def join(self, row: int, start: int, tokens: list[int], options: GenerationConfig | None, seed: int) -> None:
         """Takes in the next tokens of a row that joins. Its settings come with the last ones."""
         self.joining.append((row, start, tokens, options, seed))
@@ -141,10 +137,7 @@ class Speculator:
         return speculation
 
     def look_up(self, outcome: Outcome, plan: Plan) -> Speculation:
-        """
-        Returns the tokens that were prepared for an outcome, without waiting for the device. The drafter takes it in
-        later, and [`~Speculator.complete`], or the caller, settles what is verified next.
-        """
+        """Returns the tokens that were prepared for an outcome, without waiting for the device."""
         self.catch_up()  # takes in the previous round, if no preparation has done so
         start, self.plan, cache, self.prepared = time.perf_counter(), plan, self.prepared, None
         self.finished, self.waits = [not tokens for tokens in outcome.tokens], False
@@ -184,10 +177,7 @@ class Speculator:
         return found
 
     def complete(self, found: Speculation, width: int | None = None) -> Speculation:
-        """
-        Returns the answer, of `width` tokens if the caller has settled the number, after drafting missing tokens. Rows
-        that the target's process proposes for have none in it; `waits` says that it also does after a miss.
-        """
+        """Returns the answer, of `width` tokens if that is settled, after drafting those that are missing."""
         start, plan, record = time.perf_counter(), self.plan, found.record
         drafted = [row for row, ends in enumerate(self.finished) if not ends and not self.proposed[row]]
         missed = [row for row in drafted if record.sources[row] == NOTHING]
@@ -250,8 +240,6 @@ class Speculator:
                 self.drafter.forget_speculation()
             self.drafter.take_speculation(self.unwritten)
             self.unwritten = None
-
-    # ---------------------------------------------------------------- learning
 
     def end(self) -> None:
         """Ends the call: lets the cache shape learn from the remaining rounds."""

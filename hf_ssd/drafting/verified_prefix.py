@@ -19,10 +19,7 @@ from .vocabulary import Vocabulary
 
 
 class VerifiedPrefix:
-    """
-    Rows of different lengths, in which a token's column is its position, before their speculations. They are in the
-    target's tokens and in the draft's, of which several may make up one, but never one that was drafted.
-    """
+    """The verified tokens of each row, in the target's tokens and the draft's, and its speculation behind them."""
 
     branches_kind = Branches
     most_states = 0  # recurrent states of each row that the memory has room for; 0 if the draft has none
@@ -43,7 +40,8 @@ class VerifiedPrefix:
         # The target's tokens (batch_size, capacity), and how many are verified, the last bonus token included.
         self.ids, self.lengths = RowStore.of(prompts), list(map(len, prompts))
         texts = [text if len(text) else prompts[0].new_zeros(1) for text in self._texts(prompts)]
-        # The draft's tokens (batch_size, capacity), and how many of them each row's verified tokens are.
+        # The draft's tokens (batch_size, capacity), and how many of them the verified tokens are: several may be one
+        # token of the target, but never one that was drafted. A token's column is its position.
         self.inputs, self.columns = RowStore.of(texts), list(map(len, texts))
         if self.vocabulary.translation is not None:
             column_limit = None  # the limit counts the target's tokens
@@ -68,11 +66,6 @@ class VerifiedPrefix:
     def _decoder(self, model: PreTrainedModel, continues: "VerifiedPrefix | None", **options) -> CachedModel:
         cache = RaggedCache() if continues is None else continues.decoder.cache
         return cached_model(model, cache, **options)
-
-    def branches(self, accepted: torch.LongTensor, behind: int, depth: int) -> Branches:
-        """Returns branches of `depth` tokens, which fork among the `behind` tokens after each row's prefix."""
-        forks = torch.tensor(self.columns)[:, None] + accepted
-        return self.branches_kind(self.decoder, forks, max(self.columns) + behind, depth)
 
     def adopt(self, branches: Branches, chosen: list[int]) -> torch.Tensor | None:
         """Takes in each row's chosen branch, if branches can be taken in, and returns raw logits after its tokens."""

@@ -163,7 +163,7 @@ def test_whatever_is_planned_a_draft_compiles_once_for_one_row_and_once_for_seve
             prompts = [torch.arange(2, 9 + row) for row in range(rows)]
             drafter = AutoregressiveDrafter(draft, config, generation_config, prompts, seed=0)
             speculator, plan = Speculator(drafter, shape_for(config)), Plan(AHEAD, lookahead, 1, budget)
-            speculator.begin()
+            speculator.drafter.begin()
             for accepted in (0, 0, 1):
                 speculator.prepare(plan)
                 speculator.answer(Outcome.of(speculator.verified, [accepted] * rows, [7] * rows), plan)

@@ -31,7 +31,7 @@ def new_speculator(model) -> Speculator:
     config, prompts = SSDConfig(lookahead=LOOKAHEAD, budget=8), [torch.tensor(prompt) for prompt in PROMPTS]
     generation = GenerationConfig(max_length=80, eos_token_id=None, pad_token_id=0, do_sample=True, top_k=0)
     speculator = Speculator(drafter_for(model, config, generation, prompts, seed=5), shape_for(config), limit=80)
-    speculator.begin()
+    speculator.drafter.begin()
     return speculator
 
 

@@ -29,7 +29,7 @@ def new_speculator(options="greedy", prompts=PROMPTS, **settings):
     rows = [torch.tensor(prompt) for prompt in prompts]
     drafter = drafter_for(tiny_model(seed=4), config, generation, rows, seed=5, prompt_length=max(map(len, PROMPTS)))
     speculator = Speculator(drafter, shape_for(config), limit=200)
-    speculator.begin()
+    speculator.drafter.begin()
     return speculator
 
 

@@ -168,7 +168,7 @@ def test_siblings_are_the_next_best_where_the_draft_is_least_certain():
 
 
 def test_a_branch_goes_on_behind_a_sibling_that_was_accepted():
-    cache = SpeculationCache([[0, 1]], [[4, 5]])
+    cache = SpeculationCache([[0, 1]], [[4, 5]], None, None)
     cache.append([[[6, 7], [8, 9]]], None, None, [[[[1], [2]], [[3], [4]]]])
     assert not cache.go_on(0, 0, 5) and cache.tokens[0][0] == [6, 7]
     assert cache.go_on(0, 0, 6) and cache.tokens[0] == [[7], [8, 9]] and cache.beside[0][0] == [[2]]

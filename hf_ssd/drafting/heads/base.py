@@ -3,7 +3,6 @@
 from abc import abstractmethod
 
 import torch
-from torch import nn
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_sliding_window_causal_mask
 from transformers.modeling_outputs import BaseModelOutput
@@ -38,9 +37,6 @@ class Head(PreTrainedModel, GenerationMixin):
     def is_format(cls, path: str, values: dict) -> bool:
         """Whether a folder whose config has these values holds such a head."""
         return False
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.embed_tokens
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
         """Returns the states `(..., hidden_size)` of features, the target's hidden states `(..., target_width)`."""

@@ -19,7 +19,7 @@ class MtpFallback(Proposer):
         seed = request.seed ^ (config.verification == REJECTION)
         own = dataclasses.replace(request, config=config, seed=seed, translation=None)
         self.speculator = Drafts().speculator(head, own)
-        self.speculator.begin()
+        self.speculator.drafter.begin()
         self.joining: list[tuple] = []
 
     def join(self, *row) -> None:
