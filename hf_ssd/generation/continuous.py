@@ -255,7 +255,7 @@ class ContinuousBatching:
         self.rows.kept.begin(self.model, self.keep_prefixes)
         target = Target(self.model, pair.config, self.rows, pair.resolved.reads)
         target.begin(self.max_rows, pair.resolved.width)
-        with contextlib.closing(target), target.view._optimize_model_for_decode():
+        with contextlib.closing(target.decoder), target.view._optimize_model_for_decode():
             while not self.rows.is_closing and (self.rows.waiting or self.rows.live or self.rows.reading):
                 request = pair.request(GenerationConfig(), [blank] * self.max_rows, self.translation)
                 request.forced = self.rows.forced

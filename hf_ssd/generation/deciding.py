@@ -14,7 +14,6 @@ from ..logits_processing import STATELESS, are_by_row, has_constraint, process_p
 from ..noise import Noise
 from ..rounds import FINISHED, Outcome
 from ..stats import SSDDecoderOnlyOutput, SSDStats
-from .recording import StepRecord
 from .sequences import Sequences
 from .settings import Settings
 from .streaming import Stream
@@ -29,6 +28,24 @@ def check_drawn(tokens: list[int]) -> None:
     """Raises `RuntimeError`, with the message of `torch.multinomial`, if a row had no distribution to draw from."""
     if min(tokens, default=0) < 0:
         raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0, or sums to 0")
+
+
+class StepRecord:
+    """Collects the scores or logits that each row's tokens were chosen from. Rows may advance by different amounts."""
+
+    def __init__(self, sequences: Sequences, dtype: torch.dtype | None = None):
+        self.prompt_length, self.device, self.dtype = sequences.prompt_length, sequences.ids.device, dtype
+        self.rows: list[list[torch.Tensor]] = [[] for _ in range(sequences.batch_size)]
+
+    def add(self, row: int, values: torch.Tensor) -> None:
+        """Adds a vector for each new token of a row, `(new_tokens, vocab_size)`."""
+        self.rows[row].extend(values.to(device=self.device, dtype=self.dtype or values.dtype, copy=True))
+
+    def up_to(self, length: int) -> tuple[torch.Tensor, ...]:
+        """Returns a tensor `(batch_size, vocab_size)` for each token up to a length, with zeros for shorter rows."""
+        steps = length - self.prompt_length
+        blank = torch.zeros_like(next(row[0] for row in self.rows if row))
+        return tuple(torch.stack([row[i] if i < len(row) else blank for row in self.rows]) for i in range(steps))
 
 
 class CallRows:
@@ -108,7 +125,7 @@ class CallRows:
         """Returns the output, and completes the statistics."""
         sequences = self.sequences
         if self.stream is not None:
-            self.stream.end()
+            self.stream.streamer.end()
         kept = sum(map(sequences.kept, range(sequences.batch_size)))
         self.stats.generated_tokens = kept - sequences.batch_size * sequences.prompt_length
         return sequences.finish()

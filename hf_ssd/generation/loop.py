@@ -1,12 +1,4 @@
-"""
-The target's side of speculative speculative decoding: one loop, any batch size.
-
-A round verifies a few drafted tokens of each row, its *speculation*, in one forward pass. The *outcome* of a row is how
-many of them are accepted, and the bonus token that the target adds after them. While the target verifies, the draft
-prepares speculations for likely outcomes. If the actual outcome is among them, the next speculation is available at
-once (a *hit*); otherwise it is drafted just in time (a *miss*). The planner says for each round how many tokens are
-drafted, and whether ahead, in turn with the target, or not at all.
-"""
+"""The target's side of speculative speculative decoding: one loop, any batch size. See docs/design.md for a round."""
 
 import contextlib
 import dataclasses
@@ -120,7 +112,7 @@ def speculative_speculative_decoding(
             # 1. Prefill, while the draft does the same and prepares the likely first tokens.
             logits = target.prefill(settings, input_ids, model_kwargs)
             # transformers' context changes how experts are computed.
-            with contextlib.closing(target), target.view._optimize_model_for_decode():
+            with contextlib.closing(target.decoder), target.view._optimize_model_for_decode():
                 decode(target, rows, draft, logits, start)
                 draft.finish(settings.do_sample)
                 output, stats = rows.finish(), rows.stats

@@ -92,6 +92,3 @@ class Stream:
                 self.streamer.put(tokens.clone())  # a copy, which the streamer may change
         if isinstance(self.streamer, RoundStreamer):
             self.streamer.on_round(stats)
-
-    def end(self) -> None:
-        self.streamer.end()

@@ -34,7 +34,7 @@ class Target:
         self.states: Features | None = None
 
     def begin(self, rows: int, width: int = 0) -> None:
-        """Makes a cache for rows that join later, with features of this `width`. [`~Target.close`] must follow."""
+        """Makes a cache for rows that join later, with features of this `width`. The decoder is to be closed."""
         limit = last_position_limit(self.model)
         cache = ragged_copy(empty_cache(self.model))
         device = devices.of_model(self.model)
@@ -84,9 +84,6 @@ class Target:
         if self.hidden_states is not None:
             self.states = Features(self.hidden_states.take(), mask, prompt_length)
         return outputs.logits[:, -1:]
-
-    def close(self) -> None:
-        self.decoder.close()
 
     def verify(self, following: torch.LongTensor) -> torch.Tensor:
         """Feeds the last and the drafted tokens of each row. Returns logits `(rows, lookahead + 1, vocab_size)`."""

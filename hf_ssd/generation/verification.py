@@ -100,8 +100,7 @@ def verify_coupled(
 ) -> tuple[torch.LongTensor, torch.LongTensor, torch.LongTensor]:
     """
     Accepts the drafted tokens that the target draws itself (Daliri et al., 2024: Gumbel coupling). The noise of a
-    position is independent of the tokens before it, and the token there is the target's own draw in any case, so it is
-    distributed as the target's own samples whatever was drafted. For arguments and results see [`verify_sampled`].
+    position is independent of the tokens before it, and so is the target's own draw of what was drafted.
     """
     noise = chance.of_draws(torch.arange(scores.shape[1], device=drafted.device)[None])
     choice = coupled_choices(scores, noise)
