@@ -32,10 +32,11 @@ class RowStore:
         columns = from_host(starts, new.device)[:, None] + torch.arange(new.shape[1], device=new.device)
         self.values[self._rows(), columns] = new
 
-    def put(self, row: int, start: int, new: torch.Tensor) -> None:
-        """Writes new values `(count, ...)` into one row, from a column on."""
+    def put(self, row: int, start: int, new: torch.Tensor) -> int:
+        """Writes new values `(count, ...)` into one row, from a column on. Returns the column after them."""
         self.reserve(start + len(new))
         self.values[row, start : start + len(new)] = new
+        return start + len(new)
 
     def at(self, columns: torch.LongTensor) -> torch.Tensor:
         """Returns the values in these columns `(batch_size, count)` of each row."""

@@ -79,16 +79,11 @@ class VerifiedPrefix:
             self.joining[row] = None
             self.fed[row] = self.lengths[row] = self.columns[row] = 0
         new = from_host(tokens, self.device)
-        self._append(self.ids, self.lengths, row, new)
-        self._append(self.inputs, self.columns, row, self.vocabulary.encode(new))
+        self.lengths[row] = self.ids.put(row, self.lengths[row], new)
+        self.columns[row] = self.inputs.put(row, self.columns[row], self.vocabulary.encode(new))
         if is_all and not self.columns[row]:
             self.columns[row] = 1  # the draft has no tokens for this text; it gets some token
         self._read(row, is_all)
-
-    @staticmethod
-    def _append(store: RowStore, ends: list[int], row: int, text: torch.LongTensor) -> None:
-        store.put(row, ends[row], text)
-        ends[row] += len(text)
 
     def _read(self, row: int, is_all: bool) -> None:
         """Reads the next columns of a row that joins, all but the last one if no more come."""
@@ -166,7 +161,7 @@ class VerifiedPrefix:
             others = (~translation.is_common[new[:-1].cpu()]).nonzero()  # proposed by a fallback, and fed as others
             if len(others):
                 self.fed[row] = min(self.fed[row], self.columns[row] + int(others[0]))
-            self._append(self.inputs, self.columns, row, self.vocabulary.encode(new))
+            self.columns[row] = self.inputs.put(row, self.columns[row], self.vocabulary.encode(new))
         self.lengths = [n + count for n, count in zip(self.lengths, counts)]
 
     def feed(self, count: int, wanted: int) -> torch.Tensor:
