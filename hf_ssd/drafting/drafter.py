@@ -92,8 +92,8 @@ class Drafter(ABC):
     @abstractmethod
     def grow(self, accepted: list[list[int]], bonus: list[list[int]], plan: Plan) -> Iterator[tuple]:
         """
-        Proposes tokens after all outcomes `(batch_size, N)` together, which are negative for unused places. Yields the
-        arguments of [`~speculation_cache.SpeculationCache.append`], or `None` while they are on their way to the host.
+        Proposes tokens after all outcomes `(batch_size, N)` together, of negative accepted counts where there is none.
+        Yields the arguments of [`~speculation_cache.SpeculationCache.append`], or `None` while they are on their way.
         """
 
     def commit(self, kept: list[int], tokens: list[list[int]], branches: list[int]) -> None:
