@@ -4,7 +4,7 @@ import copy
 import math
 
 from .. import theory
-from ..rounds import AHEAD, EARLY_TITLE, IN_TURN, PLAIN, RoundRecord
+from ..rounds import AHEAD, EARLY, EARLY_TITLE, IN_TURN, LONGEST_EARLY, PLAIN, RoundRecord
 from .estimates import EarlyRates, Line
 from .experience import CallKind, PairKnowledge, Rates
 from .fixed_plan import nodes_of
@@ -22,10 +22,9 @@ class CostModel:
     seen_anyway: tuple[str, ...] = ()  # modes that need no probe, because rounds of other modes measure them too
 
     def __init__(self, kind: CallKind, pair: PairKnowledge | None = None):
-        pair = PairKnowledge() if pair is None else pair
-        self.kind = kind
-        self.durations = self.of_pair = pair.durations(kind)
-        self.experience = pair.experience(kind)
+        self.kind, self.pair = kind, PairKnowledge() if pair is None else pair
+        self.durations = self.of_pair = self.pair.durations(kind)
+        self.experience = self.pair.experience(kind)
         self.rates = Rates(memory=0.99)  # of the texts of this call
         self.reading = 0.0  # seconds that the last round waited while the draft read text that went by without it
         q = 4 * kind.rows * kind.vocab_size  # bytes of the distributions of a token of each row
@@ -37,15 +36,11 @@ class CostModel:
         return self.durations.knows(mode)
 
     def begin_call(self) -> None:
-        """Starts a call: acceptance restarts from its long-run average, not from the end of the last text."""
         self.live = self.kind.rows  # that are not finished
         self.rates.restart(self.experience.rates)
 
     def changes_durations(self, now: RoundRecord) -> bool:
-        """
-        Whether other durations count from this round on. While a worker starts, the target has only its share of the
-        cores in all modes, so these rounds must not be compared with later ones.
-        """
+        """Whether other durations count from now on: while a worker starts, the target has its share of the cores."""
         starts = now.divided and now.mode != AHEAD
         if starts == (self.durations is not self.of_pair):
             return False
@@ -81,10 +76,13 @@ class CostModel:
         """Returns how many outcomes of each row fit the memory, at least 1."""
         return max(1, min(self.most_q, self.most_states) // max(1, lookahead))
 
-    def may_pay(self, early: EarlyRates) -> bool:
-        """Whether rows are known to have such early tokens so often that they may pay."""
+    def counts(self, early: EarlyRates) -> tuple[int, ...]:
+        """Returns the numbers of early tokens to choose from, where they come as often as these rates say."""
         compared, tested = self.experience.rates.alone.share.weight, early.acceptance.places[0].weight
-        return compared >= ROWS_COMPARED and tested > 0 and early.share.value > RARE
+        may_pay = compared >= ROWS_COMPARED and tested > 0 and early.share.value > RARE
+        config = self.kind.config
+        is_free = config.lookahead == config.fallback == "auto" and config.drafter != EARLY
+        return (0, LONGEST_EARLY) if is_free and may_pay else (0,)
 
     def _share(self, rates: EarlyRates, early: int) -> tuple[float, float]:
         """Returns the share of rows that verify up to `early` early tokens, and the tokens that they gain."""
@@ -186,8 +184,8 @@ class CostModel:
         """Returns why a plan (mode, lookahead, budget, most early tokens) is the best of all, with its numbers."""
         mode, lookahead, budget, early = chosen
         rates = self.rates.alone if mode == PLAIN else self.rates.beside
-        where = f"where the text repeats itself ({rates.share.value:.2f} of the rounds)"
-        by_early = f"{EARLY_TITLE} of up to {early} tokens {where}"
+        repeats = f"where the text repeats itself ({rates.share.value:.2f} of the rounds)"
+        by_early = f"{EARLY_TITLE} of up to {early} tokens {repeats}"
         if mode == PLAIN and early:
             return f"not drafting, but {by_early}"
         also = f", and {by_early}" if early else ""
@@ -206,9 +204,8 @@ class CostModel:
                 f"drafting takes {1e3 * draft:.1f} ms and verification {1e3 * verify:.1f} ms: drafting in turn, "
                 f"lookahead {lookahead}{also}"
             )
-        drafting = [speed for plan, speed in speeds.items() if plan[0] != PLAIN]
-        gain = max(drafting) / speeds[chosen] if drafting else 0.0
-        expected = f": expected {gain:.2f} times plain decoding's speed" if drafting else ""
+        gain = max((speed for plan, speed in speeds.items() if plan[0] != PLAIN), default=0.0) / speeds[chosen]
+        expected = f": expected {gain:.2f} times plain decoding's speed" if gain else ""
         yet = " yet" if gain > 1 else ""  # a plan that was not tried, or hardly a gain
         return f"not drafting{yet}{expected} (estimated acceptance {self.acceptance(1)[0]:.2f})"
 

@@ -25,7 +25,6 @@ class Average:
         self.total = self.memory * self.total + value
 
     def restart(self, value, weight: float) -> None:
-        """Forgets all observations and starts from this value."""
         self.weight, self.total = weight, value * weight
 
     @property
@@ -34,18 +33,15 @@ class Average:
 
 
 class Line:
-    """
-    Seconds = fixed + slope * units, by least squares. The level forgets within some 30 observations, because a machine
-    may be slower for a while; the slope within a thousand. While all observations have the same size, the slope is a
-    guess: that of the same cost for `smaller` numbers of units, or in units of the fixed part that of a cost `like` it,
-    or `guess`.
-    """
+    """Seconds = fixed + slope * units, by least squares, or with a guessed slope while all sizes are the same."""
 
     def __init__(self, guess: float = RELATIVE_SLOPE, like: "Line | None" = None, smaller: "Line | None" = None):
+        # The slope of the same cost for `smaller` numbers of units, or that of a cost `like` it, goes before `guess`.
         self.guess, self.like, self.smaller = guess, like, smaller
         self.forget()
 
     def forget(self) -> None:
+        # The level forgets within some 30 observations, because a machine may be slower for a while.
         self.units, self.seconds = Average(memory=0.97), Average(memory=0.97)
         self.moments = Average(np.zeros(4), memory=0.999)  # units, seconds, units squared, units times seconds
         self.count = self.fixed = self.slope = 0.0

@@ -29,21 +29,6 @@ class CallKind:
     is_parallel: bool = False  # whether a forward pass of the draft gives all tokens of its branches
     has_half: bool = False  # whether the draft has half of the CPU cores while both compute, not its usual share
 
-    @property
-    def of_durations(self) -> tuple:
-        """The properties that durations depend on, but for the length."""
-        return self.rows, self.is_parallel, self.config.cuda_graphs, self.config.pack_weights, self.has_half
-
-    @property
-    def of_length(self) -> int:
-        return self.length.bit_length() // 2
-
-    @property
-    def of_experience(self) -> tuple:
-        """The properties that acceptance and hits depend on, but for the length and the temperature."""
-        fallback = self.config.fallback if isinstance(self.config.fallback, str) else "custom"
-        return repr(replace(self.config, fallback="auto")), fallback, replace(self, has_half=False).of_durations
-
 
 class Durations:
     """Seconds of the parts of a round, each mode's apart, because it has its own share of the cores."""
@@ -84,7 +69,7 @@ class Durations:
         if now.verify_seconds:  # a call's first round never comes as `now`: it is slow for reasons of its own
             tokens = (len(now.live) or rows) * (max(now.lookahead, now.nodes) + 1)
             self.verification[now.mode].observe(tokens, now.verify_seconds)
-        elapsed = now.received_at - before.received_at if before.received_at else 0.0
+        elapsed = now.received_at - before.received_at
         if before.received_at:
             self.seconds += elapsed
             self.tokens += sum(before.accepted[row] + 1 for row in before.live) / rows
@@ -138,33 +123,32 @@ class Experience:
         self.chosen: tuple[str, int, int, int] | None = None  # the last mode, lookahead, budget and most early tokens
         self.rounds = 0
 
-    def for_another_kind(self) -> "Experience":
-        """Returns the experience from which calls of another length or temperature begin: it counts little."""
-        other = copy.deepcopy(self)
-        other.rates.restart(other.rates)
-        return other
-
 
 class PairKnowledge:
     """Measurements of the calls with a pair, and the planner of its last call. Threads share them under the lock."""
 
     def __init__(self):
         self.known: dict[tuple, Durations | Experience] = {}  # the latest last
-        self.last, self.lock = None, threading.Lock()
+        self.last, self.lock = None, threading.RLock()
 
     def durations(self, kind: CallKind) -> Durations:
-        return self._kept(kind.of_durations, kind.of_length, Durations, copy.deepcopy)
+        config = kind.config
+        same = kind.rows, kind.is_parallel, config.cuda_graphs, config.pack_weights, kind.has_half
+        return self._kept(kind, same, (), Durations)
 
     def experience(self, kind: CallKind) -> Experience:
-        near = kind.of_length, kind.temperature
-        return self._kept(kind.of_experience, near, lambda: Experience(kind.config), Experience.for_another_kind)
+        fallback = kind.config.fallback if isinstance(kind.config.fallback, str) else "custom"
+        same = kind.rows, kind.is_parallel, fallback, repr(replace(kind.config, fallback="auto"))
+        return self._kept(kind, same, (kind.temperature,), lambda: Experience(kind.config))
 
-    def _kept(self, same: tuple, near, make, copied):
-        """Returns the measurements of a kind of call, which begin as those of a call that differs in `near` alone."""
-        key = same, near
+    def _kept(self, kind: CallKind, same: tuple, near: tuple, make):
+        """Returns measurements, which begin as those of a kind of call that differs in its length or `near` alone."""
+        key = same, (kind.length.bit_length() // 2, *near)
         if key not in self.known:
             others = [known for (other, _), known in self.known.items() if other == same]
-            self.known[key] = copied(others[-1]) if others else make()
+            self.known[key] = copy.deepcopy(others[-1]) if others else make()
+            if isinstance(self.known[key], Experience):  # that of other texts counts little
+                self.known[key].rates.restart(self.known[key].rates)
         self.known[key] = self.known.pop(key)
         if len(self.known) > KINDS_KEPT:
             del self.known[next(iter(self.known))]

@@ -1,5 +1,4 @@
-"""
-Chooses the plan to follow next: the plan that is expected to give the most tokens per second.
+"""Chooses the plan to follow next: the plan that is expected to give the most tokens per second.
 
 A plan has a mode: `ahead` prepares outcomes while the target verifies (SSD), `in_turn` drafts after each outcome
 (ordinary speculative decoding), `plain` does not draft, but may verify early tokens. The first rounds with a
@@ -13,9 +12,8 @@ from collections import Counter
 
 from transformers.utils import logging
 
-from ..rounds import AHEAD, EARLY, IN_TURN, LONGEST_EARLY, PLAIN, Plan, RoundRecord
+from ..rounds import AHEAD, EARLY, IN_TURN, PLAIN, Plan, RoundRecord
 from .cost_model import BUDGETS, LOOKAHEADS, CostModel, NoDraftCosts
-from .estimates import EarlyRates
 from .experience import CallKind, PairKnowledge
 from .fixed_plan import FixedPlan, fallback_of, nodes_of
 
@@ -32,14 +30,11 @@ class Planner:
     """Chooses the plans of a call's rounds, from measurements of earlier calls with the pair too. `reason` says why."""
 
     def __init__(self, kind: CallKind, pair: PairKnowledge | None = None):
-        pair = PairKnowledge() if pair is None else pair
-        self.config, self.lock = kind.config, pair.lock
-        has_draft = kind.config.drafter != EARLY
-        self.costs = (CostModel if has_draft else NoDraftCosts)(kind, pair)
+        self.costs = (NoDraftCosts if kind.config.drafter == EARLY else CostModel)(kind, pair)
+        self.config, self.lock = kind.config, self.costs.pair.lock
         self.durations, self.experience = self.costs.durations, self.costs.experience
         self.chooses_lookahead, chooses_budget = kind.config.lookahead == "auto", kind.config.budget == "auto"
         self.may_take_turns = not kind.config.asynchronous or (self.chooses_lookahead and chooses_budget)
-        self.may_use_early = self.chooses_lookahead and has_draft and kind.config.fallback == "auto"
         self.plain_gain = 1.0  # of early tokens without a draft, expected when the plan was last chosen
         self.due, self.live, self.has_warned = 0, kind.rows, False
         self.reasons: dict[str, str] = {}  # by mode, why it was last chosen
@@ -50,16 +45,12 @@ class Planner:
         self.plan = self.first = self._plan_of(*first)
 
     def begin_call(self) -> None:
-        """Begins the call, once it has waited for its draft."""
         with self.lock:
-            self._begin()
-
-    def _begin(self) -> None:
-        self.costs.begin_call()
-        if self.expects_draft:
-            self.plan = Plan(PLAIN) if self.chooses_lookahead and not self.costs.knows(PLAIN) else self.first
-        elif self._may_choose:
-            self._choose()
+            self.costs.begin_call()
+            if self.expects_draft:
+                self.plan = Plan(PLAIN) if self.chooses_lookahead and not self.costs.knows(PLAIN) else self.first
+            elif self._may_choose:
+                self._choose()
 
     @property
     def expects_draft(self) -> bool:
@@ -68,7 +59,6 @@ class Planner:
         return not is_known and PLAIN not in self.costs.seen_anyway
 
     def reason_of(self, records: list[RoundRecord]) -> str:
-        """Returns why the most frequent mode of these rounds was chosen."""
         if not records:
             return self.reason
         (mode, _), *_ = Counter(record.mode for record in reversed(records)).most_common(1)
@@ -84,7 +74,7 @@ class Planner:
         """Learns from a round, as [`CostModel.observe`] does, and chooses the next plan when a choice is due."""
         with self.lock:
             if self.costs.changes_durations(now):
-                return self._begin()
+                return self.begin_call()
             self.costs.observe(before, now)
             self.experience.prober.observe(self.costs)
             rounds = self.experience.rounds
@@ -123,9 +113,9 @@ class Planner:
         """Returns the expected tokens per second by mode, lookahead, budget and most early tokens."""
         config, costs, speeds = self.config, self.costs, {}
         if self.chooses_lookahead and costs.knows(PLAIN):
-            speeds |= {(PLAIN, 0, 0, early): costs.plain(early) for early in self._counts(costs.rates.alone)}
+            speeds |= {(PLAIN, 0, 0, early): costs.plain(early) for early in costs.counts(costs.rates.alone)}
         takes_turns = self.may_take_turns and costs.knows(IN_TURN)
-        counts = self._counts(costs.rates.beside) if costs.kind.workers == 1 else (0,)
+        counts = costs.counts(costs.rates.beside) if costs.kind.workers == 1 else (0,)
         for lookahead in LOOKAHEADS if self.chooses_lookahead else (config.lookahead,):
             if takes_turns:
                 speeds |= {(IN_TURN, lookahead, 0, early): costs.in_turn(lookahead, early) for early in counts}
@@ -135,13 +125,9 @@ class Planner:
                 speeds |= costs.ahead(lookahead, budgets, counts)
         return speeds
 
-    def _counts(self, rates: EarlyRates) -> tuple[int, ...]:
-        """Returns the numbers of early tokens to choose from, where they come as often as these rates say."""
-        return (0, LONGEST_EARLY) if self.may_use_early and self.costs.may_pay(rates) else (0,)
-
     def _plain_gain(self) -> float:
         """Returns the expected speed of plain rounds over plain decoding."""
-        plain = [self.costs.plain(early) for early in self._counts(self.costs.rates.alone)]
+        plain = [self.costs.plain(early) for early in self.costs.counts(self.costs.rates.alone)]
         return max(plain) / plain[0]
 
     def _plan_of(self, mode: str, lookahead: int, budget: int, early: int = 0) -> Plan:
@@ -153,18 +139,15 @@ class Planner:
 
     def _explain(self, speeds: dict, prefix: str) -> None:
         """Notes why the plan was chosen, and warns if the draft slows the target down."""
-        before = self.reason
-        chosen = self.experience.chosen
-        contention = self.costs.contention
-        self.reason = prefix + self.costs.reason(chosen, speeds)
-        self.reasons[chosen[0]] = self.reason
+        before, chosen = self.reason, self.experience.chosen
+        self.reason = self.reasons[chosen[0]] = prefix + self.costs.reason(chosen, speeds)
         if self.reason != before:
             logger.info(f"round {self.experience.rounds}: {self.reason}")
-        if contention > CONTENTION and not self.has_warned:
+        if self.costs.contention > CONTENTION and not self.has_warned:
             self.has_warned = True
             logger.warning_once(
-                f"Drafting slows verification by the factor {contention:.1f}: target and draft share a device, its "
-                "cores or its memory bandwidth. Give the draft a device of its own."
+                f"Drafting slows verification by the factor {self.costs.contention:.1f}: target and draft share a "
+                "device, its cores or its memory bandwidth. Give the draft a device of its own."
             )
 
 

@@ -14,12 +14,7 @@ CLEAR_GAIN = 2.0  # expected gain with which drafting ahead is tried at once
 
 
 class Prober:
-    """
-    Probes for a few rounds a mode that may still be the best, ever more rarely. Drafting ahead is tried earlier if it
-    may be the best by the costs of drafting in turn, and the trial is paid for or expected to gain much. If no other
-    mode of drafting is worth a probe, but a draft that takes no time would be, these modes are measured again: the
-    machine may have been busy.
-    """
+    """Probes for a few rounds a mode that may still be the best, ever more rarely, and tries drafting ahead early."""
 
     def __init__(self):
         self.mode, self.end = None, 0  # the mode that is probed until the round `end`
@@ -41,12 +36,13 @@ class Prober:
             hopeful.remove(AHEAD)
         if rounds < self.end:  # a probe is under way
             pass
-        elif is_trial and AHEAD in hopeful and AHEAD not in used:
+        elif is_trial and AHEAD in hopeful and AHEAD not in used:  # paid for, or expected to gain much
             self.mode, self.end = AHEAD, rounds + PROBE_ROUNDS
         elif rounds >= self.start:
             self.distance = min(2 * self.distance, LONGEST_BETWEEN_PROBES)
             self.start, self.end = rounds + self.distance, rounds + PROBE_ROUNDS
             self.mode = min(hopeful, key=lambda mode: used.get(mode, -1), default=None)
+            # A draft that takes no time would be worth a probe: the machine may have been busy, so measure again.
             if not {IN_TURN, AHEAD} & {*hopeful} and costs.may_reach(PROBED_GAIN * speeds[best]):
                 costs.durations.forget({IN_TURN, AHEAD} - {best[0]})
                 return None
