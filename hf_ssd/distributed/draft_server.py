@@ -208,7 +208,7 @@ class DraftServer:
         drafter, announced = call.speculator.drafter, None
         if drafter.uses_q and speculation.width:
             shape = (len(speculation.tokens), speculation.width, drafter.vocab_size)
-            to_come = wire.write_probabilities(torch.empty(shape, device="meta"), speculation.support)
+            to_come = wire.probabilities_to_come(shape, speculation.support)
             announced = Message(Kind.PROBABILITIES, payload=to_come)
         payload = wire.write_speculation(speculation)
         self.channel.send(Message(Kind.SPECULATION, call.number, call.round, payload, announces=announced))

@@ -269,6 +269,14 @@ def write_probabilities(probabilities: torch.FloatTensor, support: int) -> torch
     return torch.stack([values.view(torch.int32), tokens.int()]).flatten()
 
 
+def probabilities_to_come(shape: tuple[int, ...], support: int) -> torch.Tensor:
+    """Returns a tensor on "meta" of the type and length that [`write_probabilities`] will return, to announce it."""
+    *shape, vocab_size = shape
+    if 4 * support > vocab_size:
+        return torch.empty(*shape, vocab_size, dtype=torch.float32, device="meta").flatten()
+    return torch.empty(2, *shape, support, dtype=torch.int32, device="meta").flatten()
+
+
 def read_probabilities(payload, shape: tuple[int, ...]) -> torch.FloatTensor:
     """Returns the distributions in this shape, whose last dimension is the size of the vocabulary."""
     kind, rows = tensor_of(payload).dtype, torch.Size(shape[:-1]).numel()
