@@ -4,6 +4,7 @@ import contextlib
 import os
 import threading
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import torch
 
@@ -59,31 +60,42 @@ def use_cores(cores: tuple[int, ...] | None):
     if cores is None:
         yield
         return
-    before, outer = available_cores(), getattr(_thread, "cores", None)
-    _blocks.begin(cores, before)
+    before = available_cores()
+    with _blocks.lock:
+        if not _blocks.open:
+            _blocks.before, _blocks.pinned = (torch.get_num_threads(), before, _threads()), set()
+        _blocks.open.append(cores)
+        _blocks.pinned.add(frozenset(cores))
+        torch.set_num_threads(len(cores))
     pin(cores)
-    _thread.cores = cores
     try:
         yield
     finally:
         pin(before)
-        _blocks.end()
-        _thread.cores = outer
-        if outer is not None:
-            torch.set_num_threads(len(outer))
+        with _blocks.lock:
+            _blocks.open.remove(cores)
+            _restore()
+
+
+def _restore() -> None:
+    """Restores torch's number of threads, and after the last block the cores of threads that were started in blocks."""
+    if _blocks.open:
+        return torch.set_num_threads(len(_blocks.open[-1]))
+    num_threads, cores, threads = _blocks.before
+    torch.set_num_threads(num_threads)
+    for thread in _threads() - threads:  # such as torch's own
+        with contextlib.suppress(OSError):  # the thread has ended
+            if os.sched_getaffinity(thread) in _blocks.pinned:
+                os.sched_setaffinity(thread, cores)
 
 
 class TargetCores:
-    """
-    The cores of a call's target: its share while a draft works beside it, otherwise all that the thread may use. The
-    targets of calls that run at the same time use the same cores.
-    """
+    """The cores of a call's target: its share while a draft works beside it, otherwise all that the thread may use."""
 
     def __init__(self, share: tuple[int, ...] | None):
         self.share, self.block, self.is_divided = share, contextlib.ExitStack(), False
 
     def divide(self, is_divided: bool) -> None:
-        """Keeps to the share from now on, or no longer."""
         if self.share is not None and is_divided != self.is_divided:
             self.close()
             self.is_divided = is_divided
@@ -95,11 +107,7 @@ class TargetCores:
 
 
 class DraftCores:
-    """
-    The cores of a draft worker: its share beside the target, and those of both while the target waits for it. It may
-    serve several calls, each with a target that knows nothing of the others. So it has half of the cores only if all
-    calls leave it half, and the cores of both only for a single call, whose target waits.
-    """
+    """The cores of a draft worker: its share beside the target, and those of both while the target waits for it."""
 
     def __init__(
         self,
@@ -113,10 +121,7 @@ class DraftCores:
         self.serve([])
 
     def serve(self, calls: list[tuple[bool, bool]]) -> None:
-        """
-        Serves these calls from now on. Of each it is known whether it leaves the draft half of the cores, and whether
-        its target works beside the draft.
-        """
+        """Serves these calls: of each, whether it leaves half to the draft, and whether its target works beside it."""
         share = self.half if calls and all(half for half, _ in calls) else self.usual
         is_divided = len(calls) != 1 or calls[0][1]
         if share is None or (share, is_divided) == (self.share, self.is_divided):
@@ -135,39 +140,9 @@ class DraftCores:
         return self.share is not None and not self.is_divided
 
 
-class _Blocks:
-    """
-    The blocks of [`use_cores`] that have not ended. The last one to end restores torch's number of threads, and the
-    cores of threads that were started within a block, such as torch's own threads.
-    """
-
-    def __init__(self):
-        self.lock, self.count = threading.Lock(), 0
-
-    def begin(self, cores: tuple[int, ...], before: tuple[int, ...]) -> None:
-        with self.lock:
-            if not self.count:
-                self.before, self.pinned = (torch.get_num_threads(), before, _threads()), set()
-            self.count += 1
-            self.pinned.add(frozenset(cores))
-            torch.set_num_threads(len(cores))
-
-    def end(self) -> None:
-        with self.lock:
-            self.count -= 1
-            if self.count:
-                return
-            num_threads, cores, threads = self.before
-            torch.set_num_threads(num_threads)
-            for thread in _threads() - threads:
-                with contextlib.suppress(OSError):  # the thread has ended
-                    if os.sched_getaffinity(thread) in self.pinned:
-                        os.sched_setaffinity(thread, cores)
-
-
 def _threads() -> set[int]:
     """Returns the ids of this process's threads, or an empty set where there is no `/proc`."""
     return set(map(int, os.listdir("/proc/self/task"))) if os.path.isdir("/proc/self/task") else set()
 
 
-_blocks, _thread = _Blocks(), threading.local()
+_blocks = SimpleNamespace(lock=threading.Lock(), open=[])  # the cores of the blocks of `use_cores` that have not ended
