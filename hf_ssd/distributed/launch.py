@@ -16,7 +16,6 @@ from ..cache.support import without_wrapper
 from ..drafting.resolver import for_worker, forget
 from .assistant import DraftAssistant
 from .cores import CoreShare, divide_cores
-from .meeting import private_meeting
 from .weights import SharedWeights, structure_of
 from .worker_process import Child, WorkerProcess, check_system
 
@@ -115,11 +114,7 @@ def launch_draft(
 
 
 def assistant_for(draft: Draft, info=None) -> DraftAssistant | None:
-    """
-    Returns the assistant for a draft that was passed to generate(): one for each draft and process, made without
-    waiting for its worker, and ended with the model or the program. It is replaced when the model has other layers,
-    shapes or dtypes. For a model that a worker cannot rebuild, returns `None` and logs the reason once.
-    """
+    """Returns the assistant of a draft that was passed to generate(), or `None` for one that no worker can rebuild."""
     is_model = isinstance(draft, PreTrainedModel)
     known, key = (_assistants, draft) if is_model else (_assistants_of_paths, os.fspath(draft))
     with _starting:
@@ -194,7 +189,6 @@ def worker_settings(model: Draft, dtype, compile: bool | None, load_options: dic
 
 
 def _as_json(name: str, value):
-    """Returns a load option as plain values that can be sent to a worker."""
     if name == "quantization_config" and hasattr(value, "to_dict"):
         value = value.to_dict()
     try:
@@ -217,24 +211,13 @@ def new_assistant(model: Draft, devices: list[torch.device], cores: CoreShare | 
     shares = iter(cores.drafts if cores else ())
     workers = []
     for device in devices:
-        place = {"device": str(device), "cores": None}
+        of_worker = {**settings, "device": str(device), "cores": None}
         if device.type == "cpu":
-            place |= {"cores": next(shares), "all_cores": cores.all, "threads": torch.get_num_threads()}
-            place["half"] = cores.half and cores.half.drafts[0]
-        launch = functools.partial(start_worker, {**settings, **place}, weights)
-        workers.append(WorkerProcess(launch, settings["timeout"]))
+            of_worker["cores"] = {"share": next(shares), "everything": cores.all, "threads": torch.get_num_threads()}
+            of_worker["cores"]["half"] = cores.half and cores.half.drafts[0]
+        workers.append(WorkerProcess(functools.partial(Child, of_worker, weights), settings["timeout"]))
     assistant = DraftAssistant(workers, cores, weights, wait=wait)
     assistant.path = settings["path"] or model.config._name_or_path
     if cores is not None:
         logger.info(f"The draft has the CPU cores {cores.drafts}; a target on the CPU has {cores.target}.")
     return assistant
-
-
-def start_worker(settings: dict, weights: SharedWeights | None = None, meeting: dict | None = None) -> Child:
-    """Starts a worker as a child of this process."""
-    meeting, descriptors = private_meeting() if meeting is None else (meeting, [])
-    settings = {**settings, "meeting": meeting, "weights": None}
-    if weights is not None:
-        weights.fill()
-        settings["weights"], descriptors = weights.description, [*descriptors, weights.descriptor]
-    return Child(settings, descriptors)

@@ -1,17 +1,15 @@
 """Under torchrun: which ranks hold the target, which ranks draft, and how target and draft find each other.
 
 torchrun ends all ranks when any rank is killed, so a draft rank is a supervisor, whose child, the draft worker, may die
-and be restarted alone. Target and supervisor leave each other notes in torchrun's store, which both trust: which child
-is `asked` for, which child to `kill`, which child has `ended` and the end of its standard error, and whether the target
-is `done`.
+and be restarted alone. Target and supervisor leave each other notes in torchrun's store, which both trust: how many
+children were `asked` for, which child to `kill`, which child has `ended` and the end of its standard error, and whether
+the target is `done`.
 """
 
 import atexit
 import functools
-import itertools
 import os
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 
 import torch
@@ -21,12 +19,12 @@ from transformers.distributed import DistributedConfig
 
 from .. import devices
 from .assistant import DraftAssistant
-from .launch import START_TIMEOUT, start_worker, worker_settings
+from .launch import START_TIMEOUT, worker_settings
 from .meeting import join
 from .target_ranks import TargetRanks
 from .transport import LOOPBACK
 from .weights import SharedWeights
-from .worker_process import WorkerProcess
+from .worker_process import Child, WorkerProcess
 
 LOADING_TIMEOUT = timedelta(hours=2)  # transformers' own: ranks finish loading a large target far apart
 POLL = 0.05  # seconds between two checks of the notes
@@ -109,7 +107,7 @@ class Roles:
         if self.is_draft:
             raise ValueError("This rank drafts, so it has no draft to talk to; call `roles.serve(model)`.")
         places = [self._place(index) for index in range(self.num_draft_ranks)] if self.is_leader else []
-        starts = [functools.partial(SupervisedChild, place, itertools.count()) for place in places]
+        starts = [functools.partial(SupervisedChild, place) for place in places]
         return DraftAssistant([WorkerProcess(start, START_TIMEOUT) for start in starts], ranks=self.ranks)
 
     def serve(
@@ -236,15 +234,12 @@ def meeting_of(place: dict, number: int) -> dict:
 
 
 class SupervisedChild:
-    """
-    A supervisor's child as the target sees it, with the interface of [`Child`]. It is asked for by a note in `place`;
-    the first one, 0, starts unasked.
-    """
+    """A supervisor's child as the target sees it, with the interface of [`Child`]. The notes are in `place`."""
 
-    def __init__(self, place: dict, numbers: Iterator[int]):
-        self.notes, self.number = join(place, STORE_TIMEOUT), next(numbers)
+    def __init__(self, place: dict):
+        self.notes = join(place, STORE_TIMEOUT)
+        self.number = self.notes.add("asked", 1)  # the first child starts unasked
         self.meeting = meeting_of(place, self.number)
-        self.notes.set(f"asked/{self.number}", "yes")
 
     @property
     def is_running(self) -> bool:
@@ -264,20 +259,20 @@ class SupervisedChild:
 
 def supervise(place: dict, settings: dict, weights: SharedWeights | None) -> None:
     """Starts a worker, and another one whenever the target asks for it, until the target or the store is gone."""
-    notes, number = join(place, STORE_TIMEOUT), 0
-    process = start_worker(settings, weights, meeting_of(place, number))
+    notes, number = join(place, STORE_TIMEOUT), 1
+    process = Child(settings, weights, meeting_of(place, number))
     try:
         while not notes.check(["done"]):
-            if notes.check([f"asked/{number + 1}"]):
+            if notes.add("asked", 0) > number:
                 process.end()
                 number += 1
-                process = start_worker(settings, weights, meeting_of(place, number))
+                process = Child(settings, weights, meeting_of(place, number))
             elif process.is_running and notes.check([f"kill/{number}"]):
                 process.end()
             elif not process.is_running and not notes.check([f"ended/{number}"]):
                 notes.set(f"ended/{number}", process.stderr_tail() or " ")
             time.sleep(POLL)
-    except (dist.DistError, RuntimeError):
+    except RuntimeError:
         pass  # the store is gone, and with it the target
     finally:
         process.end()

@@ -15,13 +15,9 @@ LONGEST_SILENCE = 1800.0  # seconds; the leader may have to start a worker befor
 
 
 class TargetRanks:
-    """
-    Under tensor parallelism every rank runs the same loop on the same tokens. Only rank 0, the *leader*, talks to the
-    draft and decides, and tells the others. Floating-point results and clocks may differ between ranks; tokens must
-    not. Without a gloo `group` of all ranks, a single process holds the target.
-    """
+    """Under tensor parallelism only rank 0, the *leader*, talks to the draft and decides, and tells the others."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None):
+    def __init__(self, group: dist.ProcessGroup | None = None):  # of gloo and all ranks; `None` for a single process
         self.group = group
         self.is_leader = group is None or dist.get_rank(group) == 0
         self.size = 1 if group is None else dist.get_world_size(group)
@@ -29,10 +25,7 @@ class TargetRanks:
         self.channel = None if group is None else Channel(None, self.is_leader, group=group)
 
     def share_values(self, values):
-        """
-        Returns the leader's values, plain Python objects, on every rank, or raises if the leader has failed in the call
-        or is silent.
-        """
+        """Returns the leader's values, for JSON, on every rank, or raises if it has failed in the call or is silent."""
         if self.group is None:
             return values
         if self.is_leader:
@@ -41,11 +34,10 @@ class TargetRanks:
         message = self.channel.receive(LONGEST_SILENCE)
         while message.session != self.call:  # older messages belong to a call that has failed
             message = self.channel.receive(LONGEST_SILENCE)
-        values = message.payload
         if message.kind == Kind.ERROR:
-            kind = DraftError if values["is_draft_error"] else RuntimeError
-            raise kind(f"Rank 0 of the target has broken off: {values['text']}")
-        return values
+            is_draft_error, text = message.payload
+            raise (DraftError if is_draft_error else RuntimeError)(f"Rank 0 of the target has broken off: {text}")
+        return message.payload
 
     def share_speculation(self, speculation: Speculation | None) -> Speculation:
         """Returns the leader's speculation on every rank, without probabilities."""
@@ -71,6 +63,6 @@ class TargetRanks:
             yield
         except BaseException as error:
             if self.is_leader and self.group is not None:
-                values = {"is_draft_error": isinstance(error, DraftError), "text": f"{type(error).__name__}: {error}"}
-                self.channel.send(Message(Kind.ERROR, self.call, payload=values))
+                what = isinstance(error, DraftError), f"{type(error).__name__}: {error}"
+                self.channel.send(Message(Kind.ERROR, self.call, payload=what))
             raise

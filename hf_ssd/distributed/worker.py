@@ -35,22 +35,21 @@ AS_LONG_AS_THE_PARENT_LIVES = timedelta(days=365)
 
 
 def main() -> None:
-    status = 1
     try:
-        status = run()
+        run()
     except BaseException:
         traceback.print_exc()
     finally:  # nothing is left to do, and gloo's threads would make an orderly exit wait
         sys.stderr.flush()
-        os._exit(status)
+        os._exit(1)
 
 
-def run() -> int:
-    """Returns the exit status."""
+def run() -> None:
+    """Ends the process when the target has ended, and returns if there is no model to serve."""
     settings = json.loads(sys.stdin.buffer.readline())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the target, which tells the worker how to go on
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    cores = DraftCores(settings["cores"], settings.get("all_cores"), settings.get("threads", 1), settings.get("half"))
+    cores = DraftCores(**(settings["cores"] or {}))
     logging.disable_progress_bar()
     # 1. Load the model.
     try:
@@ -74,7 +73,7 @@ def run() -> int:
     store.set(DRAFT_IS_HERE, json.dumps(info))
     store.wait([TARGET_IS_HERE], AS_LONG_AS_THE_PARENT_LIVES)
     if "error" in info:
-        return 1
+        return
     channel = Channel(store, is_target=False, hostname=meeting["hostname"])
     prove(channel, bytes.fromhex(meeting["secret"]))
     # 3. Serve the target.
@@ -84,7 +83,6 @@ def run() -> int:
 
 
 def load_model(settings: dict) -> PreTrainedModel:
-    """Loads the draft from shared memory, a folder or the hub, onto its device."""
     if settings["weights"] is not None:
         model = model_from_shared_weights(settings["weights"])
     else:

@@ -13,10 +13,11 @@ from collections.abc import Callable
 
 from transformers.utils import logging
 
-from .meeting import check_file, join, prove, take_standard_streams
+from .meeting import check_file, join, private_meeting, prove, take_standard_streams
 from .sessions import DraftError
 from .shared_channel import SharedChannel
 from .transport import Channel, keep_when_forked
+from .weights import SharedWeights
 
 logger = logging.get_logger(__name__)
 
@@ -37,7 +38,6 @@ DRAFT_IS_HERE, TARGET_IS_HERE = "draft", "target"
 
 
 def check_system() -> None:
-    """Raises `ValueError` where no worker can be started."""
     if not hasattr(os, "fork"):
         raise ValueError(
             "A draft worker needs Linux or macOS. On Windows run the program under WSL, or pass the draft as a loaded "
@@ -51,14 +51,18 @@ class Child:
     and ends when that closes, however this process ends. `end` kills it, and may be called more than once.
     """
 
-    def __init__(self, settings: dict, descriptors: list[int]):
+    def __init__(self, settings: dict, weights: SharedWeights | None = None, meeting: dict | None = None):
         import fcntl  # Windows has no such module; see `check_system`
 
-        self.meeting = settings["meeting"]
+        self.meeting, descriptors = private_meeting() if meeting is None else (meeting, [])
+        settings = {**settings, "meeting": self.meeting, "weights": None}
+        if weights is not None:
+            weights.fill()
+            settings["weights"], descriptors = weights.description, [*descriptors, weights.descriptor]
         environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER)}
         environment |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"}
         if settings["cores"]:
-            environment["OMP_NUM_THREADS"] = str(len(settings["cores"]))
+            environment["OMP_NUM_THREADS"] = str(len(settings["cores"]["share"]))
             environment.setdefault("GOMP_SPINCOUNT", SPINS)
         take_standard_streams()
         self.stderr = tempfile.TemporaryFile()

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import hf_ssd
-from hf_ssd.distributed import launch, meeting, worker_process
+from hf_ssd.distributed import meeting, worker_process
 from hf_ssd.distributed.draft_server import DraftServer
 from hf_ssd.distributed.transport import Channel, PeerLost
 from hf_ssd.distributed.wire import Kind, Message, ProtocolError
@@ -219,7 +219,7 @@ def test_a_stranger_in_the_place_of_a_worker_gets_no_prompt(target, draft, monke
             call(target, assistant)
         assert prompts_seen
         return
-    worker = worker_process.WorkerProcess(lambda: launch.start_worker({"timeout": 60.0, "cores": None}), 60.0)
+    worker = worker_process.WorkerProcess(lambda: worker_process.Child({"timeout": 60.0, "cores": None}), 60.0)
     worker.begin()
     worker.thread.join(60)
     assert "does not know the secret" in str(worker.take_error())
