@@ -16,10 +16,7 @@ ROOM, ROOM_SHARE = 32, 1 / 8
 
 
 class RaggedLayer(DynamicLayer):
-    """
-    One layer of a [`RaggedCache`], of which the model sees the first columns as a view. Unused columns hold zeros,
-    because masked values must be finite too. A layer does not refer to its cache, which would be a cycle of memory.
-    """
+    """One layer of a [`RaggedCache`]. It does not refer to its cache, which would be a cycle of memory."""
 
     def __init__(self, count: int | None = None, rows: int | None = None):
         super().__init__()
@@ -32,7 +29,7 @@ class RaggedLayer(DynamicLayer):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
-        rows = self.count or len(key_states)
+        rows = self.count or len(key_states)  # unused columns are zeros: masked values must be finite too
         self.keys, self.values = (  # (rows, heads, capacity, head_dim)
             states.new_zeros((rows, states.shape[1], 0, states.shape[3])) for states in (key_states, value_states)
         )
@@ -109,14 +106,7 @@ class RaggedLayer(DynamicLayer):
 
 
 class RaggedCache(DynamicCache):
-    """
-    A `DynamicCache` in which each row has its own length. The tokens of a row stand in consecutive columns, and the
-    column of a rejected token is written again. Sliding-window layers keep all their columns here, because rejected
-    tokens must not push out old tokens; their masks do the sliding.
-
-    Finished rows can be left out of further passes. They change places with unfinished rows, so that the remaining rows
-    stand together and the model still sees a view.
-    """
+    """A `DynamicCache` in which each row has its own length. Finished rows can be left out of further passes."""
 
     can_be_cut = True  # whether the first columns of a row serve without the others
 
@@ -151,7 +141,7 @@ class RaggedCache(DynamicCache):
                 layer.width = columns.start
 
     def leave_out(self, finished: list[bool], fewest: int) -> None:
-        """Leaves finished rows out of the forward passes, which keep at least `fewest` rows."""
+        """Leaves finished rows out of passes, which keep at least `fewest` rows, and see these as a view."""
         rows = list(range(len(finished))) if self.rows is None else self.rows
         count = max(fewest, sum(not finished[row] for row in rows))
         if count >= len(rows):

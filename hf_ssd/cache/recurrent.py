@@ -1,10 +1,4 @@
-"""Models that have recurrent layers, whose state sums up all previous tokens, beside layers with attention.
-
-A target keeps one *checkpoint* of each row: copies of its states after a verified token. It is fed the verified tokens
-after the checkpoint again (the *refeed*) and then the new tokens. If all new tokens are verified later, the states at
-the end of the pass become the checkpoint. A row with fewer tokens than others is fed its last token again, which its
-own tokens never see, and its states are not kept: kept states have only read tokens of their row.
-"""
+"""Models with recurrent layers, which are fed again from *checkpoints*: docs/design.md says how (the *refeed*)."""
 
 import math
 

@@ -1,8 +1,4 @@
-"""A draft model with recurrent layers, which keeps the states of each row after several of its tokens.
-
-No mask hides a token that a state has read, so branches are rows of the batch in the recurrent layers. In layers with
-attention they are further queries of their row, whose cached columns they share.
-"""
+"""A draft model with recurrent layers, which keeps the states of each row after several of its tokens."""
 
 import torch
 from transformers import PreTrainedModel
@@ -52,7 +48,7 @@ class RecurrentDraft(RecurrentModel):
 
 
 class RecurrentBranches(Branches):
-    """Branches of a [`RecurrentDraft`], which keep the states and logits of each depth. See [`Branches`]."""
+    """[`Branches`] of a [`RecurrentDraft`], with states and logits of each depth. Recurrent layers see them as rows."""
 
     decoder: RecurrentDraft
 
@@ -80,10 +76,7 @@ class RecurrentBranches(Branches):
         return logits
 
     def adopt(self, chosen: list[int], forks: list[int]) -> tuple[list[int], torch.Tensor | None]:
-        """
-        Takes in each row's chosen branch, if that has this fork; a negative number is none. Returns the rows whose
-        branch was taken, and raw logits `(batch_size, depth, vocab_size)`, arbitrary for other rows.
-        """
+        """Takes in chosen branches that have these forks. Returns their rows, and raw logits, arbitrary for others."""
         decoder, device, depths = self.decoder, self.decoder.device, range(self.depth)
         now, places = decoder.computed(list(range(len(chosen)))), {row: place for place, row in enumerate(self.rows)}
         rows = [row for row in now if chosen[row] >= 0 and self.columns[places[row]][chosen[row]] == forks[row]]
