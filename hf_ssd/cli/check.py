@@ -15,6 +15,7 @@ measured, because the seconds are too few or the answers end at once. --json pri
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import sys
@@ -29,9 +30,9 @@ from ..rounds import PLAIN as NO_DRAFT
 from ..stats import SSDStats
 from . import doctor, forms, models, options, prompts
 from .main import REFUSED
-from .methods import ASSISTED, PLAIN, SSD, Bench, Method, NotMeasured, Run
+from .methods import ASSISTED, NO_SPEED, PLAIN, SSD, Bench, Method, NotMeasured, Run
 from .options import at_least
-from .schedule import LEAST, schedule_for, seconds_asked
+from .schedule import LEAST, TURNS, schedule_for, seconds_asked
 from .table import rows_of
 from .verdict import Figures
 
@@ -82,23 +83,20 @@ def run(args: argparse.Namespace) -> int:
         figures = measure(args, found, texts, known) if is_measured else forms.measure(args, found.target, texts, tell)
     except (ValueError, hf_ssd.DraftError) as error:
         is_refused = not isinstance(error, NotMeasured)
-        if args.json:
-            print(as_json(known, **{"refused" if is_refused else "not_measured": str(error)}))
-        elif is_refused:
+        known["refused" if is_refused else "not_measured"] = str(error)
+        code = REFUSED if is_refused else NOT_MEASURED
+        if not args.json and is_refused:
             raise
-        else:
+        if not args.json:
             tell(f"not measured: {error}")
-        return REFUSED if is_refused else NOT_MEASURED
-    if args.json:
-        print(as_json(known, **dataclasses.asdict(figures), pays=figures.pays, verdict=figures.verdict()))
     else:
-        print(colored(figures.in_words(), figures.pays))
-    return 0 if figures.pays else 1
-
-
-def as_json(known: dict, **found) -> str:
-    """Returns one JSON object, which has the same keys whatever was found."""
-    return json.dumps({**dict.fromkeys(KEYS), **known, **found})
+        known |= {**dataclasses.asdict(figures), "pays": figures.pays, "verdict": figures.verdict()}
+        code = 0 if figures.pays else 1
+        if not args.json:
+            print(colored(figures.in_words(), figures.pays))
+    if args.json:
+        print(json.dumps({**dict.fromkeys(KEYS), **known}))
+    return code
 
 
 def prompts_for(tokenizer) -> list[str]:
@@ -129,7 +127,7 @@ def measure(args: argparse.Namespace, found: models.Models, texts: list[str], kn
         learning = [bench.run(methods[SSD], 0)]  # runs in which the planner measures the pair
         # 2. How much more fits.
         if not plain.speed:
-            raise NotMeasured()
+            raise NotMeasured(NO_SPEED)
         # The first answer with SSD also packs weights and tries the pair; the next answers are no slower than plain.
         spent, of = time.perf_counter() - start, (plain, len(methods), wanted, args.repeats)
         schedule, asked = schedule_for(args.seconds - spent, *of), seconds_asked(spent, *of)
@@ -137,16 +135,16 @@ def measure(args: argparse.Namespace, found: models.Models, texts: list[str], kn
         if schedule is None:
             busy = f"before, {known['load']:.2f} programs for each core"
             raise NotMeasured(f"{whole} (the first answers took {spent:.0f} s; {busy})")
-        if schedule.tokens < wanted or not schedule.assisted:
-            tell(f"{whole}; now answers of {schedule.tokens} tokens are compared")
-        bench.options["max_new_tokens"], work.repeats = schedule.tokens, schedule.turns
-        bench.deadline, bench.calls = start + args.seconds, schedule.calls(len(methods))
-        skipped = not schedule.assisted and len(methods) > 2
-        if not schedule.assisted:
-            methods = {name: methods[name] for name in (PLAIN, SSD)}
+        tokens, work.repeats, before, compared = schedule
+        skipped = compared < len(methods)
+        if tokens < wanted or skipped or before < TURNS:
+            tell(f"{whole}; now answers of {tokens} tokens are compared")
+        methods = dict(itertools.islice(methods.items(), compared))
+        bench.options["max_new_tokens"], bench.deadline = tokens, start + args.seconds
+        bench.calls = before + work.repeats * compared
         # 3. The planner measures the pair, and then the methods take turns.
-        for turn in range(1, schedule.learning + 1):
-            tell(f"getting to know the pair, call {turn} of {schedule.learning}")
+        for turn in range(1, before + 1):
+            tell(f"getting to know the pair, call {turn} of {before}")
             learning.append(bench.run(methods[SSD], turn))
         bench.measure(methods, warm_ups=0)
         return conclude(methods, learning, last_planner(target, assistant or target), known, skipped)
@@ -173,11 +171,9 @@ def conclude(methods: dict[str, Method], first: list[Run], planner: Planner, kno
     if any(line.count for line in planner.costs.durations.step.values()) and not looks_up:
         step, two_tokens = (planner.costs.seconds_to_draft(AHEAD, count) for count in (1, 2))
     drafts = sum(record.mode == NO_DRAFT and not record.early for record in records) < len(records) / 2
-    failures = [run.stats.draft_failure for run in runs if run.stats.draft_failure]
     best = {}
     if assisted is not None:
-        ratio = ssd["over plain"] / rows[assisted]["over plain"]
-        best = {"assisted": rows[assisted]["speed"], "over_assisted": ratio}
+        best = {"assisted": rows[assisted]["speed"], "over_assisted": ssd["over plain"] / rows[assisted]["over plain"]}
         best["assistant_tokens"] = int(assisted.removeprefix(f"{ASSISTED}, "))
     return Figures(
         acceptance=acceptance_of(first + runs),
@@ -195,7 +191,7 @@ def conclude(methods: dict[str, Method], first: list[Run], planner: Planner, kno
         over_plain=ssd["over plain"] if drafts else None,
         shares_memory=known.get("shares_memory", False),
         load=known["load"],
-        failure=failures[-1] if failures else None,
+        failure=next((run.stats.draft_failure for run in reversed(runs) if run.stats.draft_failure), None),
         skipped=skipped,
         looks_up=looks_up,
         **best,

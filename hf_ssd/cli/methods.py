@@ -22,19 +22,17 @@ from .options import settings
 PLAIN, ASSISTED, SD, SSD = "plain generate", "assisted", "SSD, in turn", "SSD"
 
 
+NO_SPEED = "the answers end with their first tokens, so no speed is known; ask for longer ones"
+
+
 class NotMeasured(ValueError):
     """Models work, but their speed is not known. The message says why and what to do."""
-
-    def __init__(self, message="the answers end with their first tokens, so no speed is known; ask for longer ones"):
-        super().__init__(message)
 
 
 class FirstToken(StoppingCriteria):
     """Records the time and the length of the text when the first token comes, which may bring others with it."""
 
-    def __init__(self):
-        self.at: float | None = None
-        self.length = 0
+    at, length = None, 0
 
     def __call__(self, input_ids, scores, **kwargs):
         if self.at is None:
@@ -45,8 +43,6 @@ class FirstToken(StoppingCriteria):
 
 @dataclass
 class Method:
-    """A way to generate, and its measured runs."""
-
     options: dict  # of generate()
     cores: tuple[int, ...] | None  # of this process, if the target is on the CPU
     devices: int  # in use, counting cores on the CPU
@@ -56,8 +52,6 @@ class Method:
 
 @dataclass
 class Run:
-    """A measured call of generate()."""
-
     tokens: int  # new tokens of all rows
     first: int  # of them, those that were there after `prefill`
     prefill: float  # seconds until the first tokens
@@ -77,10 +71,9 @@ class Bench:
     deadline, calls = math.inf, 0  # a `time.perf_counter()` value, and how many calls are to end before it
 
     def __init__(self, args, target, draft, assistant, batches: list[dict], tokenizers: dict | None = None):
-        self.tokenizers = tokenizers or {}
         self.args, self.target, self.draft, self.assistant, self.batches = args, target, draft, assistant, batches
-        self.options = {"max_new_tokens": args.max_new_tokens, "return_dict_in_generate": True}
-        self.options |= sampling(args.temperature)
+        self.tokenizers, lengths = tokenizers or {}, {"max_new_tokens": args.max_new_tokens}
+        self.options = {**lengths, **sampling(args.temperature), "return_dict_in_generate": True}
         if args.ignore_eos:
             self.options["min_new_tokens"] = args.max_new_tokens
 
@@ -144,12 +137,7 @@ class Bench:
         return Run(tokens, rows * (first.length - length), first.at - start, seconds, None, output.sequences)
 
     def measure(self, methods: dict[str, Method], warm_ups: int = 1) -> dict[str, Method]:
-        """
-        Runs the methods in turns, adds the runs to them, and returns them. Assisted generation is left out if
-        transformers does not take the pair. A turn counts if each answer in it went on after its first tokens;
-        [`NotMeasured`] is raised if none counts. After the deadline no turn begins, except those that warm up and the
-        first one after them.
-        """
+        """Runs the methods in turns until the deadline, adds the runs to them, and returns those that take the pair."""
         turns = tqdm(range(self.args.repeats + warm_ups), desc="measuring", unit="turn", disable=None)
         for turn in turns:
             if turn > warm_ups and time.perf_counter() > self.deadline:
@@ -167,16 +155,16 @@ class Bench:
                     if not name.startswith(ASSISTED):
                         raise
                     del methods[name]
+            # A turn counts if each answer in it went on after its first tokens.
             if turn >= warm_ups and all(run.tokens > run.first for run in runs.values()):
                 for name, run in runs.items():
                     methods[name].runs.append(run)
         if not methods[PLAIN].runs:
-            raise NotMeasured()
+            raise NotMeasured(NO_SPEED)
         return methods
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until an accelerator has finished its work. On a CPU there is nothing to wait for."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
