@@ -38,7 +38,6 @@ class Forms:
         return max([self.ngrams, *(draft["speed"] for draft in self.trained.values())]) >= PAYS
 
     def verdict(self) -> str:
-        """Returns a sentence that names the best form."""
         speed, best = max([(draft["speed"], layers) for layers, draft in self.trained.items()], default=(0.0, 0))
         if not self.pays:
             return "no: neither n-grams nor a trained draft would be faster than plain decoding"
@@ -48,7 +47,6 @@ class Forms:
         return f"a trained {best}-layer draft: {speed:.2f} times plain decoding at acceptance {AGREES}{also}"
 
     def in_words(self) -> str:
-        """Returns the answer in lines."""
         one, (widest, longest) = self.seconds[1], max(self.seconds.items())
         lines = {
             "times": f"{1e3 * one:.1f} ms for a token, {longest / one:.2f} times as long for {widest} tokens at once",
@@ -97,9 +95,8 @@ def seconds_of(model: PreTrainedModel, ids: torch.LongTensor, width: int) -> flo
 def tokens_a_round(answers: list[tuple[int, torch.LongTensor]], lookahead: int) -> float:
     """Returns how many tokens a round would have given if n-grams of the text had proposed its tokens."""
     rounds = tokens = 0
-    for at, ids in answers:
-        text = ids[0].tolist()
-        at += 1  # the prefill gives the first token
+    for length, ids in answers:
+        text, at = ids[0].tolist(), length + 1  # the prefill gives the first token
         index = NgramIndex(text[:at])
         while at < len(text):
             proposed = index.propose(lookahead)
@@ -111,9 +108,5 @@ def tokens_a_round(answers: list[tuple[int, torch.LongTensor]], lookahead: int) 
 
 def speed_of(acceptance: float, step: float, seconds: dict[int, float]) -> float:
     """Returns the speed of a draft that works in turn with the target, at the best lookahead."""
-    return max(
-        theory.speculative_decoding_speedup(theory.expected_tokens(acceptance, k), k * step / seconds[k + 1])
-        * seconds[1]
-        / seconds[k + 1]
-        for k in LOOKAHEADS
-    )
+    rounds = {k: k * step + seconds[k + 1] for k in LOOKAHEADS}
+    return max(theory.expected_tokens(acceptance, k) * seconds[1] / rounds[k] for k in LOOKAHEADS)
