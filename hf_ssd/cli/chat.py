@@ -44,8 +44,7 @@ class Answer(TextStreamer):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self.tokens: list[int] = []  # those of the prompt first
         self.shows_dots = sys.stdout.isatty()  # until the first words come
-        if self.shows_dots:
-            print("...", end="", flush=True)
+        print("..." * self.shows_dots, end="", flush=True)
 
     def put(self, value: torch.LongTensor) -> None:
         self.tokens += value.flatten().tolist()
@@ -81,7 +80,6 @@ class Chat:
         self.cache, self.cached = DynamicCache(config=self.target.config), []
 
     def tokens_after(self, words: str) -> list[int]:
-        """Returns the tokens of the text so far followed by a new message."""
         if self.tokenizer.chat_template is None:
             return self.tokenizer(f"{self.text}{words}\n")["input_ids"]
         messages = [*self.messages, {"role": "user", "content": words}]
@@ -93,28 +91,18 @@ class Chat:
         positions = getattr(self.target.config.get_text_config(decoder=True), "max_position_embeddings", None)
         room = self.args.max_new_tokens if positions is None else min(self.args.max_new_tokens, positions - len(tokens))
         if room < 1:
-            raise ValueError(
-                f"The text has {len(tokens)} tokens with this message, and the model has {positions} positions, which "
-                "leaves no room for an answer: send a shorter message, or type /clear."
-            )
+            sizes = f"The text has {len(tokens)} tokens with this message, and the model has {positions} positions"
+            raise ValueError(f"{sizes}, which leaves no room for an answer: send a shorter message, or type /clear.")
         cache = self._take_cache(tokens)
         input_ids = torch.tensor([tokens], device=self.target.device)
-        sampled = {"temperature": self.args.temperature} if self.args.temperature else {}
-        start = time.perf_counter()
-        answer = Answer(self.tokenizer)
-        output = None
+        inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids), CACHE: cache}
+        options = {**self.options, "max_new_tokens": room, "do_sample": False, "return_dict_in_generate": True}
+        if self.args.temperature:
+            options |= {"do_sample": True, "temperature": self.args.temperature}
+        start, answer, output = time.perf_counter(), Answer(self.tokenizer), None
         with terminal.warnings_held():
             try:
-                output = self.target.generate(
-                    input_ids=input_ids,
-                    attention_mask=torch.ones_like(input_ids),
-                    max_new_tokens=room,
-                    **{"do_sample": bool(sampled), **sampled},
-                    **{CACHE: cache},
-                    **self.options,
-                    streamer=answer,
-                    return_dict_in_generate=True,
-                )
+                output = self.target.generate(**inputs, **options, streamer=answer)
                 self.cache, self.cached = output[CACHE], output.sequences[0].tolist()[:-1]
             except KeyboardInterrupt:
                 answer.end()  # prints the words that the streamer held back
@@ -130,13 +118,9 @@ class Chat:
         return f"[{len(new)} tokens, {speed}, first after {1e3 * stats.prefill_seconds:.0f} ms, {drafting(stats)}]"
 
     def _take_cache(self, tokens: list[int]) -> DynamicCache:
-        """
-        Returns the cache, cropped to the tokens with which the text begins, because a template may write an old answer
-        differently. The chat holds an empty cache until the call returns, because a call that ends in an error or by
-        Ctrl-C leaves unverified tokens in its cache.
-        """
+        """Returns the cache, cropped to the tokens that the text begins with: a template may change an old answer."""
         cache, cached = self.cache, self.cached
-        self._forget_cache()
+        self._forget_cache()  # a call that ends in an error or by Ctrl-C leaves unverified tokens in its cache
         same = len(os.path.commonprefix([tokens[:-1], cached]))
         if same < len(cached):
             try:
@@ -190,7 +174,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def obey(chat: Chat, words: str) -> None:
-    """Runs the command in a line, or answers the message in it."""
     command = words.split()[0] if words.startswith("/") and "\n" not in words else ""
     if words == "/clear":
         chat.clear()

@@ -49,15 +49,14 @@ def load() -> float:
 def describe(model: PreTrainedModel, named: Model) -> dict:
     config, layout = model.config.get_text_config(decoder=True), attention_layout(model)
     window = layout.window and f"windows of {layout.window} tokens"
+    kinds = [None if window and not layout.mixed else "full", window, layout.recurrent and "recurrent"]
     special = {name: getattr(config, name, None) for name in ("target_layers", "pard_token")}
     return {
         "name": named.name,
         "family": config.model_type,
         "parameters": model.num_parameters(),
         "layers": config.num_hidden_layers,
-        "attention": " and ".join(
-            filter(None, [None if window and not layout.mixed else "full", window, layout.recurrent and "recurrent"])
-        ),
+        "attention": " and ".join(filter(None, kinds)),
         "vocabulary": config.vocab_size,
         "device": str(named.device),
         "dtype": str(config.dtype or "float32").removeprefix("torch.") if named.dtype == "auto" else named.dtype,
@@ -73,11 +72,9 @@ def in_words(known: dict) -> str:
         parallel = f", parallel (mask token {model['pard_token']})" if "pard_token" in model else ""
         if "target_layers" in model:
             parallel = f", a head (reads hidden states {model['target_layers']})"
-        lines[side] = (
-            f"{model['name']}: {model['family']}, {model['parameters'] / 1e6:.1f}M parameters, "
-            f"{model['layers']} layers, attention {model['attention']}, {model['vocabulary']} tokens, "
-            f"on {model['device']} in {model['dtype']}{parallel}"
-        )
+        size = f"{model['parameters'] / 1e6:.1f}M parameters, {model['layers']} layers, attention {model['attention']}"
+        place = f"{model['vocabulary']} tokens, on {model['device']} in {model['dtype']}{parallel}"
+        lines[side] = f"{model['name']}: {model['family']}, {size}, {place}"
     if "shares_memory" in known:
         both = "both models share one device's memory and slow each other down"
         lines["memory"] = both if known["shares_memory"] else "each model has a device of its own"

@@ -30,8 +30,6 @@ WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "model-*.safeten
 
 @dataclass(frozen=True)
 class Model:
-    """A model of a command."""
-
     name: str  # hub id, folder or GGUF file
     device: torch.device = torch.device("cpu")
     dtype: str = "float32"  # of its weights, or "auto"
@@ -63,11 +61,10 @@ class Model:
 
     def structure(self) -> PreTrainedModel:
         """Builds the model on the meta device, or raises `ValueError` if it does not generate text by itself."""
-        config = self._config
+        config, trusts = self._config, self.place[1]["trust_remote_code"]
         if not config.is_encoder_decoder:
             try:
                 with torch.device("meta"):
-                    trusts = self.files.get("trust_remote_code", False)
                     return AutoModelForCausalLM.from_config(config, trust_remote_code=trusts)
             except ValueError as error:  # its message lists all models that transformers knows
                 if "Unrecognized configuration class" not in str(error):
@@ -94,7 +91,6 @@ class Model:
         return tokenizer
 
     def load(self, kind=AutoModelForCausalLM) -> PreTrainedModel:
-        """Loads the model, or raises `ValueError`."""
         options = {"dtype": self.dtype, "device_map": {"": self.device}}
         if self.attn_implementation is not None:
             options["attn_implementation"] = self.attn_implementation
@@ -120,8 +116,6 @@ class Model:
 
 @dataclass(frozen=True)
 class Models:
-    """The target and the draft of a command."""
-
     target: Model
     draft: Model | None
     config: hf_ssd.SSDConfig = field(default_factory=hf_ssd.SSDConfig)
@@ -129,7 +123,6 @@ class Models:
 
     @property
     def shares_memory(self) -> bool:
-        """Whether both models are on the same device."""
         one, other = ((model.device.type, model.device.index or 0) for model in (self.target, self.draft))
         return one == other
 

@@ -42,19 +42,15 @@ def prompts_from(path, field: str = "prompt") -> list[str]:
 
 
 def batches_for(model, tokenizer, prompts: list[str], size: int = 1, length: int = 16) -> list[dict]:
-    """
-    Returns prompts as inputs of generate(), `size` in each batch, padded on the left. A model with a chat template gets
-    them as a user's messages, and a model without a tokenizer gets `length` random tokens in their place.
-    """
-    if tokenizer is None:
+    """Returns prompts as inputs of generate(), `size` in each batch, for a model with a chat template as messages."""
+    if tokenizer is None:  # `length` random tokens take the place of each prompt
         vocab_size = model.config.get_text_config(decoder=True).vocab_size
         tokens = torch.randint(1, vocab_size, (4, size, length), generator=torch.Generator().manual_seed(1))
         return [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in tokens.to(model.device)]
     is_chat = tokenizer.chat_template is not None  # the template adds special tokens already
     if is_chat:
-        as_text = {"add_generation_prompt": True, "tokenize": False}
         messages = [[{"role": "user", "content": text}] for text in prompts]
-        prompts = [tokenizer.apply_chat_template(message, **as_text) for message in messages]
+        prompts = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     options = {"return_tensors": "pt", "return_token_type_ids": False, "add_special_tokens": not is_chat}
     batches = [[prompts[i % len(prompts)] for i in range(at, at + size)] for at in range(0, len(prompts), size)]
     return [tokenizer(batch, padding=size > 1, **options).to(model.device) for batch in batches]

@@ -31,13 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--max-tokens", type=at_least(1), metavar="N", help="most tokens of an answer")
     server.add_argument("--max-rows", type=at_least(1), default=8, metavar="N", help="answers at a time; default: 8")
     server.add_argument("--max-waiting", type=at_least(0), metavar="N", help="requests that wait; default: any number")
-    server.add_argument(
-        "--keep-prefixes",
-        type=gibibytes,
-        default="auto",
-        metavar="GIB",
-        help="memory for texts that the next turn of a chat need not read again; default: 1/8 of the free memory",
-    )
+    kept = "memory for texts that the next turn of a chat need not read again; default: 1/8 of the free memory"
+    server.add_argument("--keep-prefixes", type=gibibytes, default="auto", metavar="GIB", help=kept)
     server.add_argument("--host", default="127.0.0.1", help="address to listen on; default: this machine alone")
     server.add_argument("--port", type=int, default=8000, help="8000; 0: any that is free")
     server.add_argument("--cors", action="store_true", help="allow cross-origin requests")
@@ -54,31 +49,25 @@ def run(args: argparse.Namespace) -> int:
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(f'serving needs {", ".join(missing)}: pip install "hf_ssd[serve]"')
-    port = free_port(args.host, args.port)
+    port, say = free_port(args.host, args.port), functools.partial(print, flush=True)
     found = models.chosen(args)
-    print(doctor.in_words(doctor.examine(found)), flush=True)
+    say(doctor.in_words(doctor.examine(found)))
     address = f"http://{args.host}:{port} shows a page, and serves OpenAI's clients under /v1"
     from ..serving.server import Server  # needs the packages that were looked for above
 
     model, processor = found.target.load_for_requests()
     with found.launch_draft(model) as assistant:
         hf_ssd.enable(model, assistant, found.config, **found.tokenizers)
-        server = Server(
-            model,
-            processor,
-            assistant,
-            [args.served_model_name or public_name(found.target), public_name(found.target), found.target.name],
-            port=port,
-            enable_cors=args.cors,
-            on_listening=lambda: print(address, flush=True),
-            on_request=functools.partial(print, flush=True),
-            **{name: getattr(args, name) for name in OF_THE_SERVER},
-        )
+        public = public_name(found.target)
+        names = [args.served_model_name or public, public, found.target.name]
+        options = {name: getattr(args, name) for name in OF_THE_SERVER} | {"port": port, "enable_cors": args.cors}
+        options |= {"on_listening": lambda: say(address), "on_request": say}
+        server = Server(model, processor, assistant, names, **options)
         if server.why_in_turn:
-            print(f"One request at a time: {server.why_in_turn}", flush=True)
-        print("warming up ...", flush=True)
+            say(f"One request at a time: {server.why_in_turn}")
+        say("warming up ...")
         server.run()
-    print("The server has ended.", flush=True)
+    say("The server has ended.")
     return 0
 
 

@@ -12,16 +12,14 @@ from .methods import ASSISTED, PLAIN, SD, SSD, Method, Run
 def rows_of(methods: dict[str, Method]) -> list[dict]:
     """Returns a row for each method. Of a method's several settings, the best and transformers' default have rows."""
     rows = [row_of(name, method, methods[PLAIN].runs) for name, method in methods.items()]
-    families = f"{ASSISTED}, ", f"{SD}, "
-    of_families = [[row for row in rows if row["method"].startswith(family)] for family in families]
+    of_families = [[row for row in rows if row["method"].startswith(f"{family}, ")] for family in (ASSISTED, SD)]
     assisted, sd = (max(tried, key=lambda row: row["over plain"], default=None) for tried in of_families)
     for row in rows:
         row["best"] = row in (assisted, sd)
         if row["method"] == SSD and sd:
             bound = theory.ssd_over_speculative_decoding_bound(sd["T_SD"], row["tokens/round"], sd["tokens/round"])
             row |= {"T_SD": sd["T_SD"], "over in turn": row["over plain"] / sd["over plain"], "Corollary 9": bound}
-    names = (PLAIN, f"{ASSISTED}, default", SSD)
-    return [row for row in rows if row["best"] or row["method"] in names]
+    return [row for row in rows if row["best"] or row["method"] in (PLAIN, f"{ASSISTED}, default", SSD)]
 
 
 def row_of(name: str, method: Method, plain: list[Run]) -> dict:
@@ -49,26 +47,24 @@ def figures_of(runs: list[Run]) -> dict:
 
 def parts_of(run: Run) -> dict:
     """Returns the parts of a round, as means over the rounds of a call."""
-    stats, n = run.stats, run.stats.rounds
-    verify, wait, answer, draft = (
-        sum(stats.column(f"{what}_seconds")) / n for what in ("verify", "wait", "answer", "draft")
-    )
+    stats, predicted = run.stats, theory.predict(run.stats)
+    columns = "verify_seconds wait_seconds answer_seconds draft_seconds lookahead budget".split()
+    verify, wait, answer, draft, lookahead, budget = (sum(stats.column(name)) / stats.rounds for name in columns)
     hits = [record for record in stats.records if record.is_hit]
     verified = sum(record.verify_seconds for record in hits)
-    predicted = theory.predict(stats)
     return {
         "acceptance": stats.acceptance_rate,
         "tokens/round": stats.tokens_per_round,
         "hit rate": stats.hit_rate,
-        "lookahead": sum(stats.column("lookahead")) / n,
-        "budget": sum(stats.column("budget")) / n,
+        "lookahead": lookahead,
+        "budget": budget,
         "verify ms": 1e3 * verify,
         "wait ms": 1e3 * wait,
         "answer ms": 1e3 * answer,
         "prepare ms": 1e3 * (draft - answer),
         "wait on hits / verify": sum(record.wait_seconds for record in hits) / verified if verified else None,
         "T_p": (draft - answer) / verify,
-        "T_SD": None if any(stats.column("budget")) else wait / verify,
+        "T_SD": None if budget else wait / verify,
         "predicted": predicted,
         "measured / predicted": run.speed / predicted,
     }
@@ -113,10 +109,9 @@ def table(rows: list[dict], sampled: bool) -> str:
 def summary(rows: list[dict]) -> str:
     """Returns lines that compare SSD with the other methods."""
     ssd = next(row for row in rows if row["method"] == SSD)
-    assisted = [row for row in rows if row["method"].startswith(ASSISTED)]
     lines = [f"SSD over plain generate: {ssd['over plain']:.2f}"]
-    if assisted:
-        best = max(row["over plain"] for row in assisted)
+    if assisted := [row["over plain"] for row in rows if row["method"].startswith(ASSISTED)]:
+        best = max(assisted)
         lines.append(f"SSD over assisted generation at its best: {ssd['over plain'] / best:.2f}")
     if ssd.get("Corollary 9"):
         over, bound = ssd["over in turn"], ssd["Corollary 9"]
@@ -133,9 +128,8 @@ def draw(tables: dict[str, list[dict]], path: Path) -> None:
     figure = Figure(figsize=(5.5 * len(tables), 3.2), layout="constrained")
     panels = figure.subplots(1, len(tables), squeeze=False, sharex=True)[0]
     for axes, (title, rows) in zip(panels, tables.items()):
-        names, ratios = [row["method"] for row in rows], [row["over plain"] for row in rows]
-        colors = ["#dd8b3c" if name == SSD else "#8fa6bf" for name in names]
-        bars = axes.barh(names, ratios, color=colors)
+        speeds = {row["method"]: row["over plain"] for row in rows}
+        bars = axes.barh(*zip(*speeds.items()), color=["#dd8b3c" if name == SSD else "#8fa6bf" for name in speeds])
         axes.bar_label(bars, fmt="%.2f", padding=3)
         axes.invert_yaxis()
         axes.set_xlim(0, 1.15 * max(row["over plain"] for rows in tables.values() for row in rows))

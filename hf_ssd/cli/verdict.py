@@ -49,7 +49,6 @@ class Figures:
         return f"no: {self._reason()}"
 
     def _reason(self) -> str:
-        """Returns why the draft does not pay."""
         gain = f"{self.over_plain:.2f} times plain decoding" if self.drafts else "plain decoding is faster"
         two_tokens = (self.two_tokens_seconds or 0.0) / self.verify_seconds
         if self.failure is not None:
@@ -57,27 +56,22 @@ class Figures:
         if self.looks_up:
             return f"{gain}; the answers to these prompts repeat themselves too rarely, so use a draft model"
         if self.acceptance is not None and self.acceptance < LOW_ACCEPTANCE:
-            return (
-                f"the target accepts {self.acceptance:.0%} of the drafted tokens; a draft of the same family, or one "
-                "trained on the target's text, would agree more"
-            )
+            more = "a draft of the same family, or one trained on the target's text, would agree more"
+            return f"the target accepts {self.acceptance:.0%} of the drafted tokens; {more}"
         if two_tokens > SLOW_DRAFT:
             more = "a parallel draft or a smaller one would pay sooner"
             return f"the draft needs {two_tokens:.1f} verifications for two tokens; {more}"
         if self.load > BUSY:  # checked after the reasons that hold on a quiet machine too
             return f"{gain}, but the machine is busy with other programs; measure again when it is not"
         if self.contention > CONTENTION:
-            return (
-                f"a verification takes {self.contention:.1f} times as long while the draft works; a draft on a device "
-                "with its own memory would not slow it down"
-            )
+            more = "a draft on a device with its own memory would not slow it down"
+            return f"a verification takes {self.contention:.1f} times as long while the draft works; {more}"
         if self.shares_memory:
             more = "and a draft on a device of its own would not slow the target down"
             return f"{gain}; both models share one memory, {more}"
         return f"{gain}; a draft that agrees more or a smaller one would gain more"
 
     def in_words(self) -> str:
-        """Returns the answer in five lines."""
         accepted = "no token was drafted" if self.acceptance is None else f"{self.acceptance:.2f} of the drafted tokens"
         speed, step = f"{self.plain:.1f} tokens/s, decoded plainly", "no draft step was timed"
         if self.step_seconds is not None:
