@@ -11,7 +11,7 @@ if TYPE_CHECKING:  # for readers of the source; at run time `__getattr__` import
     from .distributed.launch import close, launch_draft
     from .distributed.sessions import DraftError
     from .generation.api import SSDGenerationMixin, disable, enable, generate
-    from .generation.continuous import ContinuousBatching, continuous_batching
+    from .generation.continuous import BatchIsFull, ContinuousBatching, continuous_batching
     from .generation.streaming import BatchStreamer, RoundStreamer
     from .grammar import Grammar
     from .rounds import RoundRecord
@@ -20,9 +20,9 @@ if TYPE_CHECKING:  # for readers of the source; at run time `__getattr__` import
 __version__ = "0.1.0"
 
 __all__ = [
-    "BatchStreamer", "ContinuousBatching", "DraftAssistant", "DraftError", "Grammar", "RoundRecord", "RoundStreamer",
-    "SSDConfig", "SSDDecoderOnlyOutput", "SSDGenerationMixin", "SSDStats", "close", "continuous_batching",
-    "disable", "enable", "generate", "launch_draft",
+    "BatchIsFull", "BatchStreamer", "ContinuousBatching", "DraftAssistant", "DraftError", "Grammar", "RoundRecord",
+    "RoundStreamer", "SSDConfig", "SSDDecoderOnlyOutput", "SSDGenerationMixin", "SSDStats", "close",
+    "continuous_batching", "disable", "enable", "generate", "launch_draft",
 ]  # fmt: skip
 
 _NAMES = {
@@ -30,7 +30,7 @@ _NAMES = {
     ".distributed.assistant": ("DraftAssistant",),
     ".distributed.launch": ("close", "launch_draft"),
     ".distributed.sessions": ("DraftError",),
-    ".generation.continuous": ("ContinuousBatching", "continuous_batching"),
+    ".generation.continuous": ("BatchIsFull", "ContinuousBatching", "continuous_batching"),
     ".generation.api": ("SSDGenerationMixin", "disable", "enable", "generate"),
     ".generation.streaming": ("BatchStreamer", "RoundStreamer"),
     ".grammar": ("Grammar",),

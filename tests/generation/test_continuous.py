@@ -20,7 +20,6 @@ from hf_ssd.cache.ragged import RaggedLayer
 from hf_ssd.config import SSDConfig
 from hf_ssd.drafting.speculator import Speculator
 from hf_ssd.generation import running_rows
-from hf_ssd.generation.continuous import BatchIsFull
 from hf_ssd.rounds import AHEAD, IN_TURN, PLAIN
 
 from ..helpers import vocabularies
@@ -381,7 +380,7 @@ def test_only_so_many_requests_wait(target, draft):
 
         def add():
             ids.append(manager.add_request(prompts()[1], **one))
-            with pytest.raises(BatchIsFull, match="1 requests wait"):
+            with pytest.raises(hf_ssd.BatchIsFull, match="1 requests wait"):
                 manager.add_request(prompts()[2], **one)
             refused.append(True)
 
