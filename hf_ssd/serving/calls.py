@@ -72,6 +72,8 @@ class Call:
 
     def blamed(self, error: Exception) -> Exception:
         """Returns an error as the client is to see it: one of its own settings, or of the server once there is text."""
+        if isinstance(error, (LookupError, AttributeError)) and not self.is_prepared:
+            return Refusal(f"The request cannot be read: {error!r}.")
         has_begun = self.last_token_at is not None
         if self.parameters.generation_config is not None and not has_begun and isinstance(error, LookupError):
             return Refusal(f"`generation_config` cannot be used: {error!r}.", "generation_config")

@@ -28,7 +28,7 @@ def described(error: BaseException) -> tuple[int, dict]:
     message, param = str(error), getattr(error, "param", None)
     if isinstance(error, HTTPException):
         status = error.status_code
-        message = error.detail if isinstance(error.detail, str) else str(error.detail)
+        message = str(error.detail)
         if message == http.HTTPStatus(status).phrase:
             message = f"{message}: this server has no such address, or not with this method."
     else:

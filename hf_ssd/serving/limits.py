@@ -36,7 +36,9 @@ class Limits:
         self.reads_text_only = ModelManager.get_model_modality(model, processor=processor) == Modality.LLM
         # Clients may not set the method's own arguments: a `chat_template`, for example, would be a program of theirs.
         self.reserved = {*inspect.signature(processor.apply_chat_template).parameters} - {"documents"}
-        self.takes_tools = takes_tools(processor)
+        templates = getattr(processor, "chat_template", None)  # `None`: it is not known whether it uses tools
+        templates = templates.values() if isinstance(templates, dict) else [templates]
+        self.takes_tools = any(text is None or "tools" in _get_template_variables(text) for text in templates)
 
     def check(self, request: Parameters) -> None:
         """Raises [`Refusal`] if it is clear before tokenization that the request cannot be served."""
@@ -103,14 +105,6 @@ class Limits:
         count = self.config.vocab_size
         if wrong := [token for token in tokens if not 0 <= token < count]:
             raise Refusal(f"`{name}` names token {wrong[0]}; the model has {count}.", name)
-
-
-def takes_tools(processor) -> bool:
-    """Returns whether a chat template uses the tools that it is given. Without a Jinja template that is not known."""
-    templates = getattr(processor, "chat_template", None)
-    if not isinstance(templates, dict):
-        templates = {"default": templates}
-    return any(text is None or "tools" in _get_template_variables(text) for text in templates.values())
 
 
 def _parts(value) -> Iterator:

@@ -84,23 +84,19 @@ class Metrics(Collector):
         for end, count in self.totals.requests.items():
             requests.add_metric([end], count)
         yield requests
-        for one in fields(self.totals):
-            if "about" in one.metadata:
-                value = getattr(self.totals, one.name)
-                yield CounterMetricFamily(f"hf_ssd_{one.name}", one.metadata["about"], value=value)
-        for name, ratio in self.totals.ratios.items():
-            yield GaugeMetricFamily(f"hf_ssd_{name}", RATIOS[name][-1], value=ratio)
         yield from self.totals.first_token.collect()
         yield from self.totals.next_token.collect()
+        known = [one for one in fields(self.totals) if "about" in one.metadata]
+        counters = {one.name: (one.metadata["about"], getattr(self.totals, one.name)) for one in known}
+        gauges = {name: (RATIOS[name][-1], ratio) for name, ratio in self.totals.ratios.items()}
         if self.batch is not None:
             rows = self.batch.rows
-            running = len(rows.live) + len(rows.reading)
-            yield GaugeMetricFamily("hf_ssd_num_requests_running", "Rows that are read or decoded", value=running)
-            yield GaugeMetricFamily("hf_ssd_num_requests_waiting", "Rows that wait", value=len(rows.waiting))
-            about = "Tokens of prompts that were not read again"
-            yield CounterMetricFamily("hf_ssd_prefix_cache_hits", about, value=rows.kept.hits)
-        if self.assistant is None:
-            return
-        restarts = self.assistant.restarts
-        yield CounterMetricFamily("hf_ssd_draft_restarts", "Workers that had ended and were started again", restarts)
-        yield GaugeMetricFamily("hf_ssd_draft_ready", "1 if the draft can be asked", self.assistant.state == "ready")
+            gauges["num_requests_running"] = "Rows that are read or decoded", len(rows.live) + len(rows.reading)
+            gauges["num_requests_waiting"] = "Rows that wait", len(rows.waiting)
+            counters["prefix_cache_hits"] = "Tokens of prompts that were not read again", rows.kept.hits
+        if self.assistant is not None:
+            counters["draft_restarts"] = "Workers that had ended and were started again", self.assistant.restarts
+            gauges["draft_ready"] = "1 if the draft can be asked", self.assistant.state == "ready"
+        for family, figures in ((CounterMetricFamily, counters), (GaugeMetricFamily, gauges)):
+            for name, (about, value) in figures.items():
+                yield family(f"hf_ssd_{name}", about, value=value)

@@ -1,5 +1,6 @@
 """The parameters of OpenAI's requests: their allowed values, and whether this server supports them."""
 
+import functools
 import json
 from types import NoneType
 from typing import Annotated, Any, ClassVar, Literal
@@ -22,9 +23,7 @@ def done(about: str, **limits) -> Any:
     return Field(None, description=about, **limits)
 
 
-def ours(about: str, **limits) -> Any:
-    """Returns the field of a parameter that transformers' handlers do not get."""
-    return Field(None, description=about, exclude=True, **limits)
+ours = functools.partial(done, exclude=True)  # a parameter that transformers' handlers do not get
 
 
 def _is_an_object(text: str) -> str:
@@ -186,6 +185,8 @@ class Parameters(Strict):
         """Returns how many likely tokens to name beside each token, or `None` if no log-probabilities are wanted."""
         wanted = self.get("logprobs", False)
         if isinstance(wanted, bool):  # of a chat
+            if self.get("top_logprobs") and not wanted:
+                raise Refusal("`top_logprobs` needs `logprobs` to be true.", "top_logprobs")
             return self.get("top_logprobs", 0) if wanted else None
         return wanted
 
@@ -240,12 +241,6 @@ class ChatRequest(Generation):
     chat_template_kwargs: dict[str, Any] | None = done("transformers' own: variables of the chat template")
     logprobs: bool | None = ours(LOGPROBS)
     top_logprobs: int | None = ours("from 0 to 20 likely tokens, with `logprobs`", ge=0, le=20)
-
-    @model_validator(mode="after")
-    def asks_for_logprobs(self):
-        if self.top_logprobs and not self.logprobs:
-            raise Refusal("`top_logprobs` needs `logprobs` to be true.", "top_logprobs")
-        return self
 
 
 class CompletionRequest(Generation):

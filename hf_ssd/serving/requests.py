@@ -15,7 +15,7 @@ from transformers.cli.serving.utils import X_REQUEST_ID, BaseHandler
 
 from .calls import CALL, POLL, Call, CallRunner
 from .choices import ShownChoice, whole
-from .errors import Refusal, described, read
+from .errors import described, read
 from .parameters import DecisionRequest
 from .structured import grammar_for
 
@@ -28,11 +28,7 @@ class Endpoint:
         self.limits = calls.limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        response = await self._answer(Request(scope, receive), CALL.get())
-        await response(scope, receive, send)
-
-    async def _answer(self, request: Request, call: Call) -> Response:
-        """Returns the response when it is complete or its stream begins."""
+        request, call = Request(scope, receive), CALL.get()
         call.name = request.headers.get(X_REQUEST_ID) or str(uuid.uuid4())
         await self._watching(request, self._in_thread(self._read, await request.body(), call), call)
         responses = await self._watching(request, self._handle(0, call), call)
@@ -45,7 +41,7 @@ class Endpoint:
             else:
                 response = JSONResponse(await self._watching(request, joined(events, call), call))
         response.headers[X_REQUEST_ID] = call.name
-        return response
+        await response(scope, receive, send)
 
     async def _watching(self, request: Request, coroutine: Coroutine, call: Call) -> Any:
         """Runs a coroutine, and meanwhile watches for the client to leave."""
@@ -88,8 +84,6 @@ class Endpoint:
                 for _ in range(call.parameters.get("n", 1))
             ]
         except Exception as error:
-            if isinstance(error, (KeyError, IndexError, AttributeError)) and not call.is_prepared:
-                raise Refusal(f"The request cannot be read: {error!r}.") from error
             raise call.blamed(error) from error
 
     async def _events(self, responses: list[StreamingResponse], call: Call) -> AsyncIterator[list[dict]]:

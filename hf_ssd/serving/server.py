@@ -7,7 +7,7 @@ import importlib.resources
 import ipaddress
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -25,12 +25,11 @@ import hf_ssd
 
 from .calls import END_TIMEOUT, POLL, Call, CallRunner
 from .errors import OF_THE_CLIENT, read, refuse
-from .gate import Gate
+from .gate import Gate, RequestLog
 from .limits import Limits
 from .live import LiveRequest, events
 from .metrics import Metrics
 from .parameters import ChatRequest, CompletionRequest, DecisionRequest, ResponseRequest
-from .request_log import RequestLog
 from .requests import Endpoint
 
 GRACE = 3  # seconds that running answers get to end when the server shuts down
@@ -63,8 +62,8 @@ class Server(Serve):
         super().__init__(device=str(model.device), non_blocking=True, **options)  # `start_server` starts nothing here
         self.why_in_turn, batch = "", None  # why requests are answered one at a time
         try:
-            places = {"max_rows": max_rows, "max_waiting": max_waiting, "keep_prefixes": keep_prefixes}
-            batch = hf_ssd.continuous_batching(model, **places)
+            room = {"max_rows": max_rows, "max_waiting": max_waiting}
+            batch = hf_ssd.continuous_batching(model, keep_prefixes=keep_prefixes, **room)
         except ValueError as error:
             self.why_in_turn = str(error)
         metrics, config = Metrics(assistant, batch), self.server.config
@@ -126,6 +125,8 @@ class Uvicorn(uvicorn.Server):
     async def shutdown(self, *args, **kwargs) -> None:
         asyncio.get_running_loop().call_later(GRACE, self.calls.stop)
         await super().shutdown(*args, **kwargs)
+        if not self.force_exit:
+            await self.calls.end()
 
 
 def warm_up(calls: CallRunner, assistant, call: Call) -> None:
@@ -154,17 +155,11 @@ def hosts(host: str, allowed: Sequence[str]) -> list[str]:
 
 def application(assistant, metrics: Metrics, calls: CallRunner) -> FastAPI:
     """Returns an application with all addresses that need no handler of transformers."""
-
-    @contextlib.asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        yield
-        await calls.end()
-
     names, tokenizer = calls.limits.names, calls.limits.tokenizer
     name = names[0]
     entry = {"id": name, "object": "model", "created": 0, "owned_by": "hf_ssd"}
     entry["has_chat_template"] = tokenizer.chat_template is not None  # for the page
-    app = FastAPI(title="hf_ssd", version=hf_ssd.__version__, lifespan=lifespan)
+    app = FastAPI(title="hf_ssd", version=hf_ssd.__version__)
 
     @app.get("/", response_class=HTMLResponse)
     def page() -> str:
