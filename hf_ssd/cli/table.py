@@ -99,11 +99,9 @@ def table(rows: list[dict], sampled: bool) -> str:
             values = [row.get(key) for key in ([keys] if isinstance(keys, str) else keys)]
             line.append("" if None in values else template.format(*values))
         cells.append([*line, "" if sampled else "yes" if row["same tokens"] else "NO"])
-    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(widths[i]) if i == 0 else cell.rjust(widths[i]) for i, cell in enumerate(line)).rstrip()
-        for line in cells
-    )
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    padded = [[name.ljust(widths[0]), *map(str.rjust, values, widths[1:])] for name, *values in cells]
+    return "\n".join("  ".join(line).rstrip() for line in padded)
 
 
 def summary(rows: list[dict]) -> str:
