@@ -77,6 +77,7 @@ def test_the_python_of_a_document_runs(document, what_readers_have, monkeypatch,
             exec(compile(on_this_machine(block), document.name, "exec"), names)
 
 
+@pytest.mark.slow
 def test_the_programs_for_torchrun_run(tmp_path):
     programs = [block for block in blocks_of(ROOT / "docs" / "distributed.md", "python") if "init_roles" in block]
     for block in programs:

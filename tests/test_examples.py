@@ -52,6 +52,7 @@ def test_generate_tp():
     assert f"{ranks - drafts} target ranks, {drafts} draft ranks" in output and "24 tokens in" in output
 
 
+@pytest.mark.slow
 def test_quickstart_with_folders_and_sampling(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
     for name, model in (("target", tiny_model), ("draft", tiny_draft)):

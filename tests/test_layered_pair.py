@@ -57,6 +57,7 @@ def test_greedy_text_does_not_loop_and_favourites_are_clear(pairs):
     assert 0.5 < torch.special.entr(probabilities).sum(-1).mean() < 1.5  # nats
 
 
+@pytest.mark.slow
 def test_same_seed_same_pair_and_the_default_generator_is_left_alone(pairs):
     torch.manual_seed(5)
     before = torch.get_rng_state()
@@ -87,6 +88,7 @@ def test_errors_come_before_work():
         Size(hidden=64, layers=2, draft_layers=2, intermediate=176, heads=4, kv_heads=2)
 
 
+@pytest.mark.slow
 def test_the_script_saves_a_pair_that_loads(tmp_path):
     said = run("examples/layered_pair.py", "--size", "tiny", "--agreement", 0.8, "--output", tmp_path)
     rate = float(re.search(r"acceptance rate ([\d.]+)", said).group(1))

@@ -1,7 +1,5 @@
 """Models that the user has compiled: as the user has, and uncompiled where that fails."""
 
-import functools
-
 import pytest
 import torch
 import torch._inductor.compile_fx as inductor
@@ -10,6 +8,7 @@ from transformers.utils import logging
 import hf_ssd
 from hf_ssd.cache import compiled
 
+from ..helpers.suites import slowly
 from ..helpers.tiny import padded_batch, tiny_draft, tiny_model
 
 ONE_LAYER = {"num_hidden_layers": 1}
@@ -37,9 +36,6 @@ def in_turn(target, draft):
     config = hf_ssd.SSDConfig(lookahead=3, asynchronous=False)
     ssd = {"assistant_model": draft, "ssd_config": config, "return_dict_in_generate": True}
     return target.generate(**padded_batch(2), **GREEDY, **ssd)
-
-
-slowly = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """The command line as people use it: chats that go on, pairs of any kind, and refusals before work."""
 
 import dataclasses
-import functools
 import io
 import json
 import logging
@@ -28,6 +27,7 @@ from hf_ssd.cli.methods import Bench
 from hf_ssd.rounds import AHEAD, IN_TURN, RoundRecord
 from hf_ssd.stats import SSDStats
 
+from ..helpers.suites import slowly
 from ..helpers.tiny import tiny_draft, tiny_model
 from ..helpers.vocabularies import TARGET, renamed_draft, tokenizer
 from .conftest import goes_on_as_plain
@@ -346,12 +346,9 @@ class Clock:
         return dataclasses.replace(found, prefill=self.seconds, seconds=took)
 
 
-slowly = functools.partial(pytest.param, marks=pytest.mark.slow)
-
-
 @pytest.mark.parametrize(
     "seconds, tokens, turns",
-    [slowly(0.01, 64, 5), (0.15, 24, 3), slowly(0.4, 12, 3), (0.9, 12, 1)],
+    [*(slowly(*one) for one in ((0.01, 64, 5), (0.15, 24, 3), (0.4, 12, 3))), (0.9, 12, 1)],
 )
 def test_a_check_measures_within_its_seconds_what_fits(monkeypatch, capsys, seconds, tokens, turns):
     """The quickest pair is measured whole, and of slower pairs shorter answers, until there is plain and SSD alone."""
@@ -368,7 +365,7 @@ def test_a_check_measures_within_its_seconds_what_fits(monkeypatch, capsys, seco
     assert ("a check of this pair takes about" in output.err) == (tokens < 64) and "loading both models" in output.err
 
 
-@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize("as_json", [slowly(False), True])
 def test_a_pair_too_slow_for_the_seconds_is_not_measured_and_the_seconds_that_it_needs_suffice(
     as_json, monkeypatch, capsys
 ):
@@ -400,7 +397,7 @@ def test_a_check_asks_mixed_questions_of_a_model_with_a_chat_template_and_lets_a
     assert "min_new_tokens" not in seen[0]
 
 
-@pytest.mark.parametrize("command", ["check", "bench"])
+@pytest.mark.parametrize("command", ["check", slowly("bench")])
 def test_answers_that_end_with_their_first_token_have_no_speed(command, monkeypatch, capsys):
     """A slow plain call comes no further within its time, and an answer may end at once."""
     run, changed = Bench.run, []

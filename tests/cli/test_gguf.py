@@ -68,6 +68,7 @@ def files(tmp_path_factory) -> dict[str, str]:
     return {"target": str(target), "draft": str(draft), "alone": str(draft.parent), "several": str(place)}
 
 
+@pytest.mark.slow
 def test_a_chat_with_files_on_both_sides(files, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("class Reader:\n/quit\n"))
     words = ["--max-new-tokens", "12", "--stats", "--lookahead", "3", "--budget", "6"]

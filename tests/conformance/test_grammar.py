@@ -17,6 +17,7 @@ from hf_ssd.rounds import NGRAM
 from ..helpers.comparing import settings
 from ..helpers.preparing import preparing
 from ..helpers.sampled_strings import DIGITS, PROMPT, SMALL, chi_square, counts_of, power_of
+from ..helpers.suites import slowly
 from ..helpers.tiny import padded_batch, tiny_draft, tiny_model
 from ..helpers.vocabularies import characters, printable
 
@@ -254,7 +255,7 @@ def counts(small, **changes):
     )
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("ahead", [slowly(False), True])
 def test_sampled_json_has_the_distribution_of_plain_generate(small, ahead):
     if not ahead:
         found, expected = counts(small)

@@ -23,6 +23,7 @@ from hf_ssd.rounds import AHEAD, IN_TURN, RoundRecord
 from ..helpers.comparing import GREEDY, as_plain, generate
 from ..helpers.families import likely_draft, sharp_model, tiny_config
 from ..helpers.preparing import preparing
+from ..helpers.suites import quick_first
 from ..helpers.tiny import padded_batch, tiny_model
 from .test_families import check_cache, check_draft, check_family, check_target
 
@@ -254,9 +255,10 @@ def tried_pair():
     return target, draft
 
 
-@pytest.mark.parametrize(
-    "mutate, drafts", [*itertools.product(MUTANTS, [False, True]), *((mutate, True) for mutate in OF_DRAFTS)]
-)
+OF_BOTH = [*((mutate, False) for mutate in MUTANTS), *((mutate, True) for mutate in [*OF_DRAFTS, *MUTANTS])]
+
+
+@pytest.mark.parametrize("mutate, drafts", quick_first(OF_BOTH, len(MUTANTS + OF_DRAFTS)))
 def test_a_wrong_state_is_noticed(mutate, drafts, tried_pair, short_refeeds, monkeypatch):
     """By the greedy tokens of a target, and by the acceptance of a draft."""
     target, draft = tried_pair

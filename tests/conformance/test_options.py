@@ -21,6 +21,7 @@ from hf_ssd.noise import Noise
 
 from ..helpers.comparing import GREEDY, as_plain, generate, settings
 from ..helpers.last_token import LastToken
+from ..helpers.suites import quick_first
 from ..helpers.tiny import VOCAB, padded_batch, tiny_model
 from ..matrix import RETURNED
 
@@ -155,7 +156,9 @@ def test_greedy_calls_leave_the_random_numbers_alone_as_plain_ones_do(target, dr
     assert after[1] != before[1] and (after[0], after[2]) == (before[0], before[2])
 
 
-@pytest.mark.parametrize("fallback", ["ngram", "random", LastToken()], ids=["ngram", "random", "an object"])
+@pytest.mark.parametrize(
+    "fallback", quick_first(["random", "ngram", LastToken()]), ids=["random", "ngram", "an object"]
+)
 def test_a_seed_repeats_a_call_with_fixed_settings_whatever_the_fallback(target, assistant, fallback):
     texts, sources = [], set()
     options = {"do_sample": True, "temperature": 0.7, "max_new_tokens": 24}
@@ -180,7 +183,7 @@ def with_default(dtype, target, draft):
     return output.sequences
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", quick_first([torch.float64, torch.bfloat16]))
 def test_the_default_dtype_makes_no_difference(target, assistant, draft, dtype):
     """Greedy calls are in `test_against_plain.py`."""
     for model in (assistant, draft):

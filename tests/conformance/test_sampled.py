@@ -19,6 +19,7 @@ from hf_ssd.rounds import AHEAD
 from ..helpers.families import sharp_model, tiny_config
 from ..helpers.preparing import Whims, preparing
 from ..helpers.sampled_strings import SMALL, p_value, power
+from ..helpers.suites import quick_first
 from ..helpers.tiny import padded_batch
 from .test_hybrids import states_without_a_copy
 
@@ -254,7 +255,7 @@ def test_a_wrong_q_under_whims_fails_the_same_test(small, monkeypatch):
         assert power(*small, calls=24, seed=6, saguaro_c=0.5) > 0.99
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize("name", quick_first(MUTANTS, 2))
 def test_plausible_mistakes_fail_the_same_test(small, name, monkeypatch):
     """With fewer calls already."""
     MUTANTS[name](monkeypatch)

@@ -15,6 +15,7 @@ from hf_ssd.noise import ACCEPTANCE, BONUS, places
 
 from ..helpers.preparing import ahead, preparing
 from ..helpers.sampled_strings import PROMPT, SMALL, WARPERS, chi_square, exact_probabilities, p_value, power, power_of
+from ..helpers.suites import quick_first
 
 FAVOURITE = 5  # the likeliest token of the target, which decides what is planned or prepared
 
@@ -147,13 +148,13 @@ def of_two_rounds(monkeypatch):
 
 # The mutants, and how many of the 16 calls of `test_sampled.py` they need to be noticed.
 MUTANTS = {
-    "noise of bonus tokens": (of_bonus_tokens, 16),
     "noise of one place": (of_one_place, 6),
+    "noise of bonus tokens": (of_bonus_tokens, 16),
     "noise of two rounds": (of_two_rounds, 6),
 }
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize("name", quick_first(MUTANTS))
 def test_noise_that_two_tokens_share_is_noticed(small, name, monkeypatch):
     mutate, calls = MUTANTS[name]
     mutate(monkeypatch)
@@ -178,6 +179,7 @@ def favourites_by_noise(monkeypatch):
     monkeypatch.setattr(sampling, "saguaro", by_noise)
 
 
+@pytest.mark.slow
 def test_favourites_of_saguaro_sampling_that_depend_on_noise_are_noticed(small, monkeypatch):
     """The mutant for the settings with C of `test_sampled.py`."""
     favourites_by_noise(monkeypatch)

@@ -59,12 +59,10 @@ def of_family(family):
     return target, likely_draft(target)
 
 
-SLOW = ("deepseek_v32", "qwen3_next", "bamba")
+SLOW = ("llama", "deepseek_v32", "qwen3_next", "bamba")
 
 
-@pytest.mark.parametrize(
-    "family", ["llama", "gemma", "lfm2", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
-)
+@pytest.mark.parametrize("family", ["gemma", "lfm2", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_later_turns_are_those_of_plain_generation(family, monkeypatch):
     """Other ends, and masks that hide the padding of answers, are in `test_against_plain.py`."""
     monkeypatch.setattr(recurrent, "WORTH_A_PASS", 6)

@@ -15,6 +15,7 @@ from hf_ssd.rounds import AHEAD, Outcome
 
 from ..helpers.calls import call
 from ..helpers.channels import both
+from ..helpers.suites import quick_first
 from ..helpers.tiny import padded_batch, ready, tiny_draft
 
 PROMPT, SHORT, LONG = 9, 24, 56
@@ -96,7 +97,10 @@ def check_two_calls(targets, assistant, kind, **more):
     assert over.is_set() and outputs[0].ssd_stats.rounds > outputs[1].ssd_stats.rounds
 
 
-@pytest.mark.parametrize("kind, count", [*((kind, 1) for kind in KINDS), ("sampled", 2)])
+CASES = [("greedy", 1), ("sampled", 2), ("sampled", 1), ("coupled", 1)]  # and how many workers there are
+
+
+@pytest.mark.parametrize("kind, count", quick_first(CASES, 2))
 def test_two_targets_have_one_draft(target, other, workers, count, kind):
     check_two_calls([target, other], ready(workers[count]), kind)
 

@@ -41,7 +41,7 @@ def prompts(lengths=LENGTHS, seed=0):
     return [torch.randint(2, VOCAB, (1, length), generator=generator) for length in lengths]
 
 
-QUICK_HYBRIDS = [(name, IN_TURN) for name in ("qwen3_next", "bamba")]
+QUICK_HYBRIDS = [("qwen3_next", IN_TURN)]
 OF_HYBRIDS = [
     pytest.param(name, mode, marks=[pytest.mark.slow] * ((name, mode) not in QUICK_HYBRIDS))
     for name in HYBRIDS
@@ -162,7 +162,7 @@ def of_calls(family):
     return target, draft, texts, alone.accepted
 
 
-QUICK = [*(("llama", mode) for mode in MODES), ("gemma", AHEAD), ("mistral", IN_TURN)]
+QUICK = [("llama", PLAIN), ("mistral", IN_TURN), ("gemma", AHEAD)]
 OTHERS = [(name, mode) for name in FAMILIES for mode in MODES if (name, mode) not in QUICK]
 OF_FAMILIES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)]
 
@@ -442,7 +442,7 @@ KINDS = {  # the draft, how its worker is launched, settings, and what the batch
 }
 
 
-SLOW_KINDS = ("several drafts", "n-grams after a miss")
+SLOW_KINDS = ("several drafts", "n-grams after a miss", "random tokens after a miss")
 
 
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] * (k in SLOW_KINDS)) for k in KINDS])

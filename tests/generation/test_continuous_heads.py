@@ -17,6 +17,7 @@ from hf_ssd.rounds import AHEAD, IN_TURN, PREPARED
 from ..helpers.assistants import dflash_draft, gemma4_assistant, gemma4_target
 from ..helpers.heads import drafted_in, tiny_head, tiny_mtp_head
 from ..helpers.preparing import preparing
+from ..helpers.suites import quick_first
 from ..helpers.thread_worker import ThreadWorker
 from ..helpers.tiny import tiny_draft, tiny_model
 from .test_continuous import MODES, After, accepted_counts, all_results, equal_to_alone, greedy, mixed, plainly, run
@@ -131,7 +132,7 @@ def before_the_features(monkeypatch):
 
 @pytest.mark.parametrize(
     "mutant, make",
-    [(of_the_earlier_row, eagle3), (states_of_the_earlier_row, dflash), (before_the_features, eagle3)],
+    quick_first([(of_the_earlier_row, eagle3), (states_of_the_earlier_row, dflash), (before_the_features, eagle3)]),
 )
 def test_mistakes_are_noticed(mutant, make, monkeypatch):
     expected = alone(*(pair := make())[:2], hot(), **pair[2])

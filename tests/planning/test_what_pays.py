@@ -15,6 +15,7 @@ from hf_ssd.planning.experience import Durations, Rates
 from hf_ssd.planning.prober import PROBE_SHARE, Prober
 from hf_ssd.rounds import AHEAD, IN_TURN, PLAIN
 
+from ..helpers.suites import quick_first
 from .cpus import Cpu
 from .simulated_draft import SimulatedDraft
 from .worlds import FixedPlanner, World, new_planner
@@ -59,8 +60,11 @@ def test_one_mode_pays_in_each_world(pays):
     assert speeds.pop(pays) > 1.2 * max(speeds.values())
 
 
-@pytest.mark.parametrize("history", HISTORIES)
-@pytest.mark.parametrize("pays", PAYING)
+QUICK_HISTORIES = [*zip(itertools.cycle(PAYING), HISTORIES)]  # each once
+OTHERS = [case for case in itertools.product(PAYING, HISTORIES) if case not in QUICK_HISTORIES]
+
+
+@pytest.mark.parametrize("pays, history", quick_first(QUICK_HISTORIES + OTHERS, len(QUICK_HISTORIES)))
 def test_the_plan_in_the_end_is_the_one_that_pays(pays, history):
     assert mode_in_the_end(dataclasses.replace(PAYING[pays], **HISTORIES[history])) == pays
 
@@ -124,7 +128,7 @@ def mean_speeds(world, seeds=10):
     return [statistics.fmean(of_call) for of_call in zip(*(speeds_of_calls(world, seed) for seed in range(seeds)))]
 
 
-@pytest.mark.parametrize("per_token, acceptance", [(PACKED, 0.6), (NOT_PACKED, 0.6), (NOT_PACKED, 0.8)])
+@pytest.mark.parametrize("per_token, acceptance", quick_first([(PACKED, 0.6), (NOT_PACKED, 0.6), (NOT_PACKED, 0.8)], 2))
 def test_the_first_short_calls_cost_next_to_nothing(per_token, acceptance):
     speeds = mean_speeds(on_one_cpu(acceptance, per_token))
     assert min(speeds) > (1.05 if per_token == PACKED else 0.95)
@@ -227,12 +231,7 @@ def second_call(cpu):
     return has_half, world.run(of_call, rounds=400, skip=33)
 
 
-QUICK_CPUS = [*HALF_PAYS][::2]  # one of each
-
-
-@pytest.mark.parametrize(
-    "cpu", [cpu if cpu in QUICK_CPUS else pytest.param(cpu, marks=pytest.mark.slow) for cpu in HALF_PAYS]
-)
+@pytest.mark.parametrize("cpu", quick_first([*HALF_PAYS][::2] + [*HALF_PAYS][1::2], 2))
 def test_the_draft_has_half_of_the_cores_where_that_is_faster_than_a_quarter(monkeypatch, cpu):
     by_share = {has_half: speed_of_a_call(cpu, has_half) for has_half in (False, True)}
     better = HALF_PAYS[cpu]
@@ -272,10 +271,7 @@ def speed(world, lookahead="auto", **settings):
     return world.run(new_planner(world, lookahead=lookahead, **settings), rounds=700, skip=40)
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("a draft in turn", "a batch")]
-
-
-@pytest.mark.parametrize("draft", ["a draft ahead", "a useless draft", *SLOW])
+@pytest.mark.parametrize("draft", quick_first(["a draft ahead", "a useless draft", "a draft in turn", "a batch"], 2))
 def test_texts_that_repeat_themselves_gain_by_ngrams(draft):
     world = dataclasses.replace(DRAFTS[draft], repeats=0.6)
     planner, plans = new_planner(world), []

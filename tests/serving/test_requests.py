@@ -13,6 +13,7 @@ import requests
 from hf_ssd.serving.parameters import ChatRequest
 
 from ..helpers.servers import CHAT, COMPLETIONS, PROMPT, REQUESTS, RESPONSES, within
+from ..helpers.suites import quick_first
 
 VOCABULARY = 97
 
@@ -75,7 +76,7 @@ def test_a_setting_with_which_nothing_can_be_computed_is_refused(server, setting
 # ---------------------------------------------------------------- clients that leave within their body
 
 
-@pytest.mark.parametrize("path", [*REQUESTS, "/live"])
+@pytest.mark.parametrize("path", quick_first(["/live", *REQUESTS], 2))
 def test_a_client_whose_body_does_not_end_leaves_nothing_in_the_log(server, capfd, caplog, path):
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     before = server.figures()

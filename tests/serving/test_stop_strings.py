@@ -13,6 +13,7 @@ from hf_ssd.serving.rows import Choice, Cut, Row, StopCriteria
 
 from ..helpers import vocabularies
 from ..helpers.servers import PROMPT
+from ..helpers.suites import slowly
 
 COUNT = 40
 
@@ -41,7 +42,7 @@ def texts(server) -> list[str]:
     return [server.processor.decode(new[: i + 1], skip_special_tokens=True) for i in range(COUNT)]
 
 
-@pytest.mark.parametrize("ask, is_streamed", [("complete", False), ("complete", True), ("chat", True)])
+@pytest.mark.parametrize("ask, is_streamed", [("complete", False), slowly("complete", True), ("chat", True)])
 def test_a_text_ends_before_its_stop_string(server, texts, ask, is_streamed):
     """Stop strings of several lengths, which begin and end anywhere in tokens."""
     text, before = texts[-1], server.figures()
