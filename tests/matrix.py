@@ -262,9 +262,17 @@ COUPLED_CELLS = [
     *cells(["gemma", "parallel", "another tokenizer"], ["wide trees"], ["everything"], (4,)),
     *cells(["no draft"], ["trees of n-grams"], ["top_k"], (4,)),
 ]
-SLOW = ["two drafts, parallel", "compiled, parallel"]  # pairs of the slow suite
+# Cells, and then pairs, settings and options, of the slow suite: others in the quick one are like them.
+SLOW_CELLS = cells(["llama"], ["lookahead 4"], ["temperature", "top_k", "top_p", "min_p"], (4,))  # as in "everything"
+SLOW_CELLS += cells(FOREIGN[:3], ["n-grams"], ["temperature"], (4,)) + cells(OTHERS, ["lookahead 1"], NOTHING, (4,))
+SLOW = [
+    "two drafts, parallel", "compiled, parallel", "disk in the middle", "lookahead 2", "saguaro 0.5",
+    "sequence bias as a dict", "eos as a tensor", "eos as an array", "double", "half", "bfloat16", "a tuple", "a range",
+    "stops by one of all",
+]  # fmt: skip
 OFFLOADED = ["disk in the middle", "disk at both ends"]
 GREEDY_CELLS += cells(OFFLOADED, ["lookahead 4"], NOTHING, (4,))
 SAMPLED_CELLS += cells(OFFLOADED, ["lookahead 4"], ["temperature"], (4,))
-GREEDY_CELLS += cells(["two drafts", *SLOW], ["lookahead 4"], NOTHING, (4,))
-SAMPLED_CELLS += cells(["two drafts", *SLOW], ["lookahead 4"], ["temperature"], (4,))
+OF_WORKERS = ["two drafts", "two drafts, parallel", "compiled, parallel"]
+GREEDY_CELLS += cells(OF_WORKERS, ["lookahead 4"], NOTHING, (4,))
+SAMPLED_CELLS += cells(OF_WORKERS, ["lookahead 4"], ["temperature"], (4,))
