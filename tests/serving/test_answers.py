@@ -14,6 +14,7 @@ from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS as KNOWN
 import hf_ssd
 
 from ..helpers.servers import PAIR, ServerThread
+from ..helpers.suites import slowly
 from ..helpers.tiny import tiny_model
 
 QWEN = next(template for types, template in KNOWN.items() if "qwen2" in types)
@@ -146,7 +147,10 @@ def chats(server, tokens: int, **options) -> list[tuple]:
     return [(content, reason) for content, _, _, reason in answers(server, max_tokens=tokens, **options)]
 
 
-@pytest.mark.parametrize("ask", [completions, chats])
+KINDS = [completions, slowly(chats)]
+
+
+@pytest.mark.parametrize("ask", KINDS)
 def test_a_text_that_ends_within_a_character_is_the_same_whole_and_streamed(server, says, ask):
     tokens = says(CHARACTERS)
     assert len(tokens) > len(CHARACTERS) + 10, "characters are several tokens"
@@ -156,7 +160,7 @@ def test_a_text_that_ends_within_a_character_is_the_same_whole_and_streamed(serv
         assert streamed == (text, "length") and whole[0].strip() == text.strip()
 
 
-@pytest.mark.parametrize("ask", [completions, chats])
+@pytest.mark.parametrize("ask", KINDS)
 def test_a_stop_string_of_any_characters_cuts_the_text_before_it(server, says, ask):
     """Also one that is a part of what is shown as a single character, and one that ends within a token."""
     tokens = says(CHARACTERS)

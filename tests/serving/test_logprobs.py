@@ -10,6 +10,7 @@ import torch
 from hf_ssd.serving import calls, limits, logprobs
 
 from ..helpers.servers import CHAT, COMPLETIONS, PROMPT, within
+from ..helpers.suites import slowly
 
 COUNT = 40
 SPECIAL = ("<pad>", "<s>")  # are not shown
@@ -124,7 +125,10 @@ def test_logprobs_of_a_completion_are_those_of_plain_generate(server, names, spe
     assert all(text[start:].lstrip().startswith(token) for start, token in pairs)
 
 
-@pytest.mark.parametrize("ask, likely", [("complete", {"logprobs": 2}), ("chat", {"logprobs": True})])
+IN_CHATS = slowly("chat", {"logprobs": True})
+
+
+@pytest.mark.parametrize("ask, likely", [("complete", {"logprobs": 2}), IN_CHATS])
 def test_a_stop_string_cuts_the_logprobs_with_the_text(server, speculates, ask, likely):
     ((text, all_of_them, _),) = answer(server, ask, False, **likely)
     offsets = answer(server, "complete", False, logprobs=0)[0][1]["text_offset"]
@@ -154,9 +158,7 @@ def test_logprobs_of_sampled_tokens_are_those_before_temperature_penalties_and_b
     check_chat(whole[0][1], *plain(server, COUNT, tokens), 3, names)
 
 
-@pytest.mark.parametrize(
-    "ask, likely", [("complete", {"logprobs": 2}), ("chat", {"logprobs": True, "top_logprobs": 2})]
-)
+@pytest.mark.parametrize("ask, likely", [("complete", {"logprobs": 2}), IN_CHATS])
 def test_greedy_choices_are_the_same_and_sampled_ones_differ_and_repeat(server, speculates, ask, likely):
     alone = answer(server, ask, False, **likely)
     assert answer(server, ask, False, n=3, **likely) == answer(server, ask, True, n=3, **likely) == alone * 3

@@ -80,7 +80,7 @@ def one_place(tiny_server, monkeypatch):
 
 
 def test_too_many_requests_are_told_to_come_again(tiny_server, one_place):
-    readers = [Reader(tiny_server, PROMPT, LONG // 40)]
+    readers = [Reader(tiny_server, PROMPT, LONG // 80)]
     while readers[0].first is None:
         time.sleep(0.005)
     readers.append(Reader(tiny_server, "abc", 5))
