@@ -146,7 +146,7 @@ def name(device: torch.device) -> str:
 
 
 def spare_accelerator() -> torch.device | None:
-    """Returns the last accelerator on which this process holds no tensors, or else the last one, if there is any."""
+    """Returns the last accelerator, if there is any, preferably without tensors of this process."""
     found = accelerators()
     unused = [device for device in found if not torch.accelerator.memory_allocated(device.index)]
     if found and not unused:

@@ -139,7 +139,7 @@ class _Row:
         self.positions = -1  # how many tokens the text may have gained since
 
     def follow(self, text: torch.LongTensor, positions: int) -> None:
-        """Brings the matcher to the end of a text, which goes on from the last one or is another prompt."""
+        """Brings the matcher to the end of a text, which goes on from the last text or is another prompt."""
         before = len(self.text)
         differs = (text[:before] != self.text[: len(text)]).nonzero()
         same = int(differs[0]) if len(differs) else before

@@ -87,7 +87,7 @@ def hooks_of(module: nn.Module) -> Iterator[tuple[int, Callable]]:
 
 
 def forward_of(module: nn.Module) -> Callable | None:
-    """Returns the function in place of a module's `forward`, but `None` for one that computes the same."""
+    """Returns the function in place of a module's `forward`, but `None` if that computes the same."""
     own = vars(module)
     for name in ("forward", "_old_forward", "_original_forward"):  # accelerate keeps the forward that it wraps
         forward = own.get(name)

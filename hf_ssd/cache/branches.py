@@ -22,7 +22,7 @@ class Branches:
         width = decoder.columns_seen(base + depth * self.count, self.count)
         self.ends, column = from_host(forks, decoder.device), torch.arange(width, device=decoder.device)
         self.allowed = masks.visible_up_to(self.ends - 1, width)  # what each branch sees: `(rows, N, columns)`
-        if decoder.layout.window is None:  # all layers see alike, so that one mask serves at all depths
+        if decoder.layout.window is None:  # all layers see alike, so that a mask serves at all depths
             self.mask = decoder.mask(self.allowed, self.ends, column)
         else:
             own = self.ends[:, :, None] + (column - base).div(self.count, rounding_mode="floor")

@@ -60,7 +60,7 @@ class CachedModel:
         self.column_limit = column_limit
         # As in plain generation, each new token has the type of the prompt's last token.
         self.token_types = None if token_type_ids is None else token_type_ids[:, -1:].to(self.device)
-        arguments = inspect.signature(model.forward).parameters.values()  # further ones are passed on to its attention
+        arguments = inspect.signature(model.forward).parameters.values()  # others are passed on to its attention
         self.takes_lengths = self.reads_2d_masks and any(one.kind == one.VAR_KEYWORD for one in arguments)
         self.preparations = 0  # how often a pass was compiled or captured
         self.takes_logits_to_keep = model._supports_logits_to_keep()  # which takes time in each pass
@@ -200,7 +200,7 @@ class CachedModel:
         return self.cache.window or width
 
     def mask(self, allowed: torch.BoolTensor, query_positions: torch.LongTensor, key_positions: torch.LongTensor):
-        """Returns the model's `attention_mask`, or one for each kind of layer. Positions count from column 0."""
+        """Returns the model's `attention_mask`, or a mask for each kind of layer. Positions count from column 0."""
         full = sliding = masks.additive(allowed, self.dtype)
         window = self.layout.window
         if window is not None and allowed.shape[2] > window:

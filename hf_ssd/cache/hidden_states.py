@@ -61,7 +61,7 @@ def _output_of(arguments: tuple, named: dict, output) -> torch.Tensor:
 
 
 def hooked_modules(model: PreTrainedModel, layers: Sequence[int], keys: Sequence[int] = ()) -> list[nn.Module]:
-    """Returns the modules that get hooks of [`HiddenStates`]: one for each layer, and three for each one of `keys`."""
+    """Returns the modules that get hooks of [`HiddenStates`]: one for each layer, and three for each of `keys`."""
     check_layers(model, layers)
     blocks, norm = decoder_parts(model)
     found = [norm if layer == len(blocks) else blocks[max(0, layer - 1)] for layer in layers]

@@ -29,7 +29,7 @@ class KeptText(NamedTuple):
 
 
 class KeptPrefixes:
-    """Copies of the columns of rows of one model that have ended, for rows that join."""
+    """Copies of the columns of a model's rows that have ended, for rows that join."""
 
     def __init__(self, most: int = 0):
         self.most = most  # bytes; AUTO: as many as the free memory allows

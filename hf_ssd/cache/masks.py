@@ -27,7 +27,7 @@ def within_chunk(allowed: torch.BoolTensor, query_positions, key_positions, size
 
 
 def chains(count: int, length: int, device: torch.device) -> torch.BoolTensor:
-    """Lets each token of several chains, one behind the other, see itself and the tokens before it in its chain."""
+    """Lets each token of several chains, laid end to end, see itself and the tokens before it in its chain."""
     place = torch.arange(count * length, device=device)
     chain = place.div(length, rounding_mode="floor")
     return (chain[:, None] == chain) & (place[:, None] >= place)

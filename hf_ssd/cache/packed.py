@@ -20,7 +20,7 @@ from .view import view_of
 
 KINDS = (PackedLinear, PackedExperts)  # the `forward` of each kind of module that can be packed
 DTYPES = (torch.float32, torch.bfloat16)
-LEAST = 2**17  # values of a matrix: smaller ones stay in the processor's cache and gain nothing
+LEAST = 2**17  # values of a matrix: smaller matrices stay in the processor's cache and gain nothing
 SAMPLES = 32  # values that are compared: writing to `weight.data` changes neither address nor version
 GIGABYTE = 2**30
 
@@ -56,7 +56,7 @@ def packed_forwards(model: PreTrainedModel, pack_weights: bool | str) -> dict[nn
     with _lock:
         stale = _stale({module: _packed.get(module) for module in kinds}, weights)
         for module in stale:
-            _packed.pop(module, None)  # a changed weight's memory is free for the new one
+            _packed.pop(module, None)  # a changed weight's memory is free for the new copy
         verdicts = {module: found for module in stale if (found := _verdicts(kinds[module].tried(module), is_auto))}
         if verdicts and is_auto and not _has_room(model, [one for module in verdicts for one in weights[module]]):
             verdicts = {}
@@ -161,7 +161,7 @@ def _can_pack() -> bool:
 
 
 def _verdicts(tried: list[tuple[Sequence[torch.Tensor], torch.Tensor | None]], is_auto: bool) -> list[Verdict]:
-    """Returns when to use each packed weight, none if torch cannot pack one, or if `"auto"` finds no gain."""
+    """Returns when to use each packed weight, none if torch cannot pack it, or if `"auto"` finds no gain."""
     verdicts = [verdict_on(weights, bias) for weights, bias in tried]
     if None in verdicts or is_auto and not any(any(verdict.is_faster) for verdict in verdicts):
         return []

@@ -15,7 +15,7 @@ from .support import are_close
 
 TRIED = (1, 5, 16)  # tokens of the products that are timed
 FOR_TOKENS = 8  # for which oneDNN chooses the order; it serves any number
-FASTER = 0.95  # of the time of torch's own product, which a packed one must not exceed
+FASTER = 0.95  # of the time of torch's own product, which a packed product must not exceed
 MOST = 2**24  # values of a weight that are tried, which takes 0.1 s: of a large head these are its first rows
 
 _verdicts: "dict[tuple, Verdict | None]" = {}  # by kind of weight; `None` if torch cannot pack it

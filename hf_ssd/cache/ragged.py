@@ -200,7 +200,7 @@ class RaggedCache(DynamicCache):
         return copied
 
     def _arrange(self, before: list[int], order: list[int], count: int) -> None:
-        """Moves rows from the order `before` into another one, of which passes compute the first `count`."""
+        """Moves rows from the order `before` into another order, of which passes compute the first `count`."""
         places = [place for place, row in enumerate(order) if before[place] != row]
         rows = [before.index(order[place]) for place in places]
         for one, to, source in self._indexed(places, rows):

@@ -170,7 +170,7 @@ def logits_of_branches(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
     [`logits_beside_others`] for a draft with recurrent layers, which feeds a few tokens together, then others after
-    their states. The tokens after the prompt are a branch beside another one.
+    their states. The tokens after the prompt are a branch beside another branch.
     """
     tokens, device = texts.tokens, texts.tokens.device
     decoder = RecurrentDraft(model, RowStore(tokens), column_limit=tokens.shape[1], view=view)

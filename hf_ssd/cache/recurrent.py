@@ -28,7 +28,7 @@ class NoState(RuntimeError):
 
 
 class RecurrentModel(CachedModel):
-    """A [`CachedModel`] with recurrent layers, of a cache that holds the prompts, or of an empty one with `tokens`."""
+    """A [`CachedModel`] with recurrent layers, of a cache with the prompts, or of an empty cache and `tokens`."""
 
     cache: RecurrentCache
 
@@ -161,7 +161,7 @@ class RecurrentModel(CachedModel):
     def _feed(self, at: list[int], count: int, ends: list[int], logits_to_keep: torch.LongTensor) -> torch.Tensor:
         """Feeds `count` tokens to each row after its states at `at` columns; those from `ends` on are fillers."""
         columns = from_host(at, self.device)[:, None] + torch.arange(count, device=self.device)
-        # The last one is repeated: any other token might have values that are not finite.
+        # The last token is repeated: any other might have values that are not finite.
         columns = columns.minimum(from_host(ends, self.device)[:, None] - 1)
         rows = self.computed(list(range(len(at))))
         sources = [self.states[row][at[row]] for row in rows]
@@ -183,7 +183,7 @@ class RecurrentModel(CachedModel):
         return logits
 
     def copies(self, sources: list[States | None]) -> list[torch.Tensor]:
-        """Returns copies of these states, one for each row of a batch; an empty list before the first pass."""
+        """Returns a copy of these states for each row of a batch; an empty list before the first pass."""
         passes = [source[0] for source in sources if source]
         states = passes[0] if passes else self.cache.current_states()
         if len(passes) == len(sources) and all(of_pass is states for of_pass in passes):

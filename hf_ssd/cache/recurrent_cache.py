@@ -84,7 +84,7 @@ class RecurrentCache(RaggedCache):
 
 
 def _copy_states(source: Cache, to: Cache) -> None:
-    """Copies the states of all recurrent layers from one cache to another one of the same model."""
+    """Copies the states of all recurrent layers from a cache to another cache of the same model."""
     for ours, theirs in zip(source.layers, to.layers):
         if isinstance(ours, LinearAttentionLayer):
             for name in vars(LinearAttentionLayer()).keys() - {"record_past"}:

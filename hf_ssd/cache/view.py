@@ -29,7 +29,7 @@ def view_of(
             return needed[module]
         attributes = vars(module)
         own = [one for one in map(attributes.get, attributes.keys() - OF_TORCH) if isinstance(one, PreTrainedConfig)]
-        # A rotary embedding changes its buffers and attributes together, so it stays one.
+        # A rotary embedding changes its buffers and attributes together, so it is not copied.
         is_own = module is model or module in hooked or module in forwards or is_mamba(module)
         needed[module] = is_own
         if is_own or module._compiled_call_impl is None:  # a part that is compiled by itself stays compiled

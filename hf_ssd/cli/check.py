@@ -162,7 +162,7 @@ def acceptance_of(runs: list[Run]) -> float | None:
 
 
 def conclude(methods: dict[str, Method], first: list[Run], planner: Planner, known: dict, skipped: bool) -> Figures:
-    """Returns the figures of the pair, or of a target without one. `first` holds SSD's runs before these turns."""
+    """Returns the figures of the pair, or of a target without a draft. `first` holds SSD's runs before these turns."""
     rows = {row["method"]: row for row in rows_of(methods)}
     assisted = next((name for name in rows if name.startswith(ASSISTED)), None)
     ssd, runs = rows[SSD], methods[SSD].runs

@@ -78,7 +78,7 @@ class DraftServer:
         return next((call for call in self.calls.values() if call.passes is not None), None)
 
     def grow(self, call: Call) -> None:
-        """Takes the next pass of the preparation, if there is one."""
+        """Takes the next pass of the preparation, if any is left."""
         self.calls[call.number] = self.calls.pop(call.number)  # the others come first now
         if next(call.passes, call) is call:
             call.passes = None

@@ -258,7 +258,7 @@ class SupervisedChild:
 
 
 def supervise(place: dict, settings: dict, weights: SharedWeights | None) -> None:
-    """Starts a worker, and another one whenever the target asks for it, until the target or the store is gone."""
+    """Starts a worker, and another worker whenever the target asks for it, until the target or the store is gone."""
     notes, number = join(place, STORE_TIMEOUT), 1
     process = Child(settings, weights, meeting_of(place, number))
     try:

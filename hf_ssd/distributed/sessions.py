@@ -58,7 +58,7 @@ class SessionRequest:
     keep_prefixes: int = 0  # bytes within which the draft keeps texts that it has read in running batches
     head: object = None  # a fallback that reads hidden states of the target
     kept: KeptPrefixes | None = None  # these texts, of a draft in this process
-    forced: Callable[[int, list[int]], list[int]] | None = None  # the tokens that must follow a row's new ones
+    forced: Callable[[int, list[int]], list[int]] | None = None  # the tokens that must follow a row's new tokens
 
     def __post_init__(self):
         if self.prompt_length is None:

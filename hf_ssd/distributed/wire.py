@@ -203,7 +203,7 @@ def read_outcome(values, rows: int) -> tuple[Outcome, Plan]:
 
 
 def read_join(values, rows: int, vocab_size: int) -> list:
-    """Returns the row, how many of its tokens came before, its next tokens, settings with the last ones, and seed."""
+    """Returns the row, how many of its tokens came before, its next tokens, settings with the last tokens, and seed."""
     row, start, tokens, _, seed = read_list(values, 5, "a row that joins")
     read_numbers(tokens, LARGEST_PAYLOAD, 0, vocab_size - 1)
     read_numbers([row], 1, 0, rows - 1)

@@ -31,7 +31,7 @@ class Drafter(ABC):
     """
 
     one_pass = False  # whether a pass over mask tokens gives all tokens of a speculation
-    reads_target = False  # whether it reads hidden states of the target. Then prepared speculations are other ones
+    reads_target = False  # whether it reads hidden states of the target. Then prepared speculations are others
     prefix_class = VerifiedPrefix
 
     def __init__(
@@ -44,7 +44,7 @@ class Drafter(ABC):
         earlier: VerifiedPrefix | None = None,  # of the previous call, whose cache is used if this call continues it
         prompt_length: int | None = None,  # of the longest prompt, if rows already contain generated tokens
         num_workers: int = 1,  # drafts that prepare a budget each
-        vocabulary: Vocabulary | None = None,  # if the target has another one than the draft
+        vocabulary: Vocabulary | None = None,  # if the target has another vocabulary than the draft
     ):
         self.device = devices.of_model(model)
         options = {"cuda_graphs": config.cuda_graphs, "pack_weights": config.pack_weights}
@@ -104,7 +104,7 @@ class Drafter(ABC):
             noise.forget_before([length - 1 for length in self.prefix.lengths])
 
     def read(self, row: int, start: int, tokens: list[int], options: GenerationConfig | None, seed: int) -> None:
-        """Reads the next tokens of a row that joins. After the last ones, `take_speculation` must follow."""
+        """Reads the next tokens of a row that joins. After the last tokens, `take_speculation` must follow."""
         self.prefix.read(row, start, tokens, options is not None)
         if options is not None:
             place = self.vocab_size, self.sampler.num_workers, row

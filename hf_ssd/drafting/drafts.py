@@ -31,7 +31,7 @@ def has_fallback(request) -> bool:
 
 def seed_of_call(request, seed: int, reads_target: bool) -> int:
     """
-    Returns the seed of a call's noise: another one in each call if proposals depend on earlier calls, so that values
+    Returns the seed of a call's noise: another seed in each call if proposals depend on earlier calls, so that values
     that were learned do not meet the noise again that they were learned with. Coupled tokens depend on no proposals.
     """
     depends = (request.config.asynchronous and reads_target) or has_fallback(request)

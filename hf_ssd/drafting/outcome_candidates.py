@@ -45,7 +45,7 @@ class OutcomeCandidates:
         """
         Ranks bonus tokens by processed scores `(batch_size, lookahead + 1, vocab_size)`, and what warpers ruled out by
         raw logits: the bonus token is often among these. Both sides draw with the `noise`, which has the shape of the
-        scores, but drafted tokens with another one if their `luck` is given.
+        scores, but drafted tokens with another score if their `luck` is given.
         """
         lookahead, possible = drafted.shape[1], possible or scores.shape[2]
         noisy = scores if noise is None else scores - noise.log()

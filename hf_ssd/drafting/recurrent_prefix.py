@@ -10,7 +10,7 @@ MEMORY_FOR_STATES, LARGEST = 0.5, 10**9  # share of the memory that is free afte
 
 
 class RecurrentPrefix(VerifiedPrefix):
-    """A [`VerifiedPrefix`] whose decoder keeps the states of each row after each token that may become its last one."""
+    """A [`VerifiedPrefix`] whose decoder keeps the states of each row after each token that may be its last token."""
 
     decoder: RecurrentDraft
     branches_kind = RecurrentBranches
@@ -61,6 +61,6 @@ class RecurrentPrefix(VerifiedPrefix):
         self._forget()
 
     def _forget(self) -> None:
-        """Forgets the states of rejected tokens, and of tokens long before the last one."""
+        """Forgets the states of rejected tokens, and of tokens long before the last token."""
         for row in self.rows:
             self.decoder.forget(row, self.fed[row], self.columns[row] - 1)

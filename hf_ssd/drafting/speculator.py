@@ -62,13 +62,13 @@ class Speculator:
         self.lessons: list[tuple] = []  # candidates, accepted counts and bonus tokens of rounds not learned from yet
 
     def join(self, row: int, start: int, tokens: list[int], options: GenerationConfig | None, seed: int) -> None:
-        """Takes in the next tokens of a row that joins. Its settings come with the last ones."""
+        """Takes in the next tokens of a row that joins. Its settings come with the last tokens."""
         self.joining.append((row, start, tokens, options, seed))
 
     # ---------------------------------------------------------------- ahead of time
 
     def prepare(self, plan: Plan) -> None:
-        """Drafts the next speculation for the likely outcomes of the current one."""
+        """Drafts the next speculation for the likely outcomes of the current speculation."""
         for _ in self.passes(plan):
             pass
 

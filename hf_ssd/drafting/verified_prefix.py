@@ -30,7 +30,7 @@ class VerifiedPrefix:
         prompts: list[torch.LongTensor],  # at least one token each, or none at all for rows that join later
         column_limit: int | None,
         earlier: "VerifiedPrefix | None" = None,  # of the previous call, whose cache is used if this call continues it
-        vocabulary: Vocabulary | None = None,  # if the target has another one than the draft
+        vocabulary: Vocabulary | None = None,  # if the target has another vocabulary than the draft
         **options,
     ):
         own = model.config.get_text_config(decoder=True).vocab_size
@@ -74,7 +74,7 @@ class VerifiedPrefix:
     # ---------------------------------------------------------------- rows that join
 
     def read(self, row: int, start: int, tokens: list[int], is_all: bool) -> None:
-        """Reads the next tokens of a row that joins in a place that is left out, and takes part with the last ones."""
+        """Reads the next tokens of a row that joins in a free place, and takes part with its last tokens."""
         if start == 0:
             self.joining[row] = None
             self.fed[row] = self.lengths[row] = self.columns[row] = 0
@@ -166,7 +166,7 @@ class VerifiedPrefix:
 
     def feed(self, count: int, wanted: int) -> torch.Tensor:
         """Feeds each row up to `count` tokens after its prefix. Returns the last outputs `(rows, wanted, ...)`."""
-        # A row that lacks fewer columns feeds cached tokens again; one that is too short writes columns beyond its end,
+        # A row that lacks fewer columns feeds cached tokens again; a row too short for that writes columns beyond its end,
         # which are overwritten before any query sees them.
         tokens, starts, width = self._next(count, wanted)
         places = [n + count - wanted - start for n, start in zip(self.columns, starts)]

@@ -45,7 +45,7 @@ class FaultTolerantDraft:
         self.positions = None if model is None else last_position_limit(model)  # looks at all layers
         self.rounds = 0  # speculations so far
         self.lost: list[DraftError] = []  # to be raised with the next outcome, where all ranks are told
-        self.joined_at: int | None = 0  # speculations until a session was open; `None` while a late one is waited for
+        self.joined_at: int | None = 0  # speculations until a session was open; `None` while a late session may come
         self.failure: str | None = None  # why the draft was given up
 
     @property

@@ -24,7 +24,7 @@ SPARE = 4  # times the memory of the new columns: old and new storage exist at o
 
 
 class RunningRows:
-    """At most `count` requests at a time, with the interface of [`CallRows`]. One that raises ends alone."""
+    """At most `count` requests at a time, with the interface of [`CallRows`]. A request that raises ends alone."""
 
     uses_q = False  # requests that sample are coupled
     join = streams = True
@@ -71,7 +71,7 @@ class RunningRows:
 
     @property
     def pause(self) -> bool:
-        """Whether no round follows with this draft. A request that joins after it has failed gets another one."""
+        """Whether no round follows with this draft. A request that joins after it has failed gets another draft."""
         return self.wants_draft or self.is_closing
 
     def begin(self) -> None:

@@ -63,7 +63,7 @@ class Sequences:
         return following
 
     def accept(self, tokens: list[list[int]], on_device: torch.LongTensor | None = None) -> None:
-        """Makes proposed tokens, and a last one each, which may have been decided `on_device`, part of the rows."""
+        """Makes proposed tokens, and a last token each, which may have been decided `on_device`, part of the rows."""
         if on_device is None:
             on_device = from_host([of_row[-1] if of_row else 0 for of_row in tokens], self.ids.device)
         if not all(tokens):
@@ -128,7 +128,7 @@ class Sequences:
 
     @property
     def unfinished(self) -> list[bool]:
-        """Which rows need tokens. Without an EOS token one that has stopped does, until it is as long as the output."""
+        """Which rows need tokens. Without EOS tokens a row that has stopped does, until it is as long as the output."""
         if self.has_eos:
             return [stop is None for stop in self.stops]
         final = self.max_length if None in self.stops else max(self.stops)

@@ -117,7 +117,7 @@ class Target:
 
     def verify_alone(self, rows: list[int], place: int) -> torch.Tensor:
         """
-        Feeds the last token of these rows again, after `place` verified ones of the round, and clears the columns
+        Feeds the last token of these rows again, after `place` verified tokens of the round, and clears the columns
         behind it: they are masked, but NaN times 0 is NaN. The other rows keep their drafted tokens.
         """
         lengths = self.rows.lengths

@@ -36,7 +36,7 @@ class Tree:
         return cls(tokens, [[*range(-1, trunk - 1), *[depth - 1 for depth, _ in own]] for own in pairs], trunk)
 
     def ancestors(self) -> np.ndarray:
-        """Which tokens each token sees, itself included: `(batch_size, N + 1, N + 1)`, the last verified one first."""
+        """What each token sees, itself included: `(batch_size, N + 1, N + 1)`, the last verified token first."""
         sees = np.zeros((len(self.parents), len(self.parents[0]) + 1, len(self.parents[0]) + 1), dtype=bool)
         sees[:, 0, 0] = True
         for row, parents in enumerate(self.parents):

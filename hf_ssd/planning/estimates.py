@@ -15,7 +15,7 @@ PRIOR_TOKENS = 4.0  # proposed tokens that the config's acceptance rate counts l
 
 
 class Average:
-    """A mean of numbers or arrays, in which each observation leaves the earlier ones `memory` of their weight."""
+    """A mean of numbers or arrays, in which each observation leaves earlier observations `memory` of their weight."""
 
     def __init__(self, prior=0.0, weight: float = 0.0, memory: float = 0.99):
         self.memory, self.weight, self.total = memory, weight, prior * weight

@@ -98,7 +98,7 @@ class Rates:
         self.averages = [*self.drafted.places, *early[0], *early[1]]
 
     def restart(self, ever: "Rates") -> None:
-        """Starts from the rates of all texts, because a new text is not like the end of the last one."""
+        """Starts from the rates of all texts, because a new text is not like the end of the last text."""
         for mine, theirs in zip(self.averages, ever.averages):
             mine.restart(theirs.value, min(theirs.weight, TOKENS_KEPT))
 

@@ -2,7 +2,7 @@
 
 A plan has a mode: `ahead` prepares outcomes while the target verifies (SSD), `in_turn` drafts after each outcome
 (ordinary speculative decoding), `plain` does not draft, but may verify early tokens. The first rounds with a
-pair are plain, and the next ones draft in turn. Each round's record corrects the costs, acceptance and hit rates, and
+pair are plain, and the next rounds draft in turn. Each round's record corrects the costs, acceptance and hit rates, and
 from time to time the best plan of a grid is chosen by them. A mode that is not in use is probed from time to time.
 """
 

@@ -21,7 +21,7 @@ class Prober:
         self.start = self.distance = FIRST_PROBE  # the first round of the next probe, and the rounds to the one after
 
     def observe(self, costs) -> None:
-        """Lets the next probe begin later if the draft had to read the text for this one."""
+        """Lets the next probe begin later if the draft had to read the text for this probe."""
         if costs.experience.rounds <= self.end and costs.knows(PLAIN):
             self.start += math.ceil(costs.reading / (PROBE_SHARE * costs.seconds_to_verify(PLAIN, 0)))
 

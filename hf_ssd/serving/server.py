@@ -47,7 +47,7 @@ class Server(Serve):
         model: PreTrainedModel,
         processor,
         assistant: hf_ssd.DraftAssistant | None,
-        names: list[str],  # by which clients may call the model; answers have the first one
+        names: list[str],  # by which clients may call the model; answers have the first name
         api_key: str | None = None,  # that clients must send
         max_tokens: int | None = None,  # of an answer
         max_rows: int = 8,  # answers at a time

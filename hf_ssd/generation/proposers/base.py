@@ -17,7 +17,7 @@ class Proposal(NamedTuple):
 
 
 class Proposer(ABC):
-    """Proposes the next tokens of rows whose outcome had not been prepared. A new one is a line in `PROPOSERS`."""
+    """Proposes the next tokens of rows whose outcome had not been prepared. A new proposer is a line in `PROPOSERS`."""
 
     def take_in(self, outcome: Outcome, plan: Plan) -> None:
         """Is told of each outcome that the draft is told of, with the target's states if the call reads them."""
@@ -29,5 +29,5 @@ class Proposer(ABC):
     def propose(self, texts: list[list[int]], rows: list[int], lookahead: int) -> list[Proposal]:
         """
         Proposes up to `lookahead` tokens for each of these rows. `texts` has the verified tokens of every row, prompt
-        and output, without padding. Each is a list that grows, another one for another text, and is not written to.
+        and output, without padding. Each is a list that grows, another list for another text, and is not written to.
         """

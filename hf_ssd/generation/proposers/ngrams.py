@@ -21,7 +21,7 @@ class Ngrams(Proposer):
         self.found: list[tuple[list[int], int]] | None = None  # last `first`: tokens, and how many had matched
 
     def _of(self, texts: list[list[int]], row: int) -> "NgramIndex":
-        """Returns the index of a row, a new one if the row has another text than before."""
+        """Returns the index of a row, a new index if the row has another text than before."""
         if row not in self.rows or self.rows[row].tokens is not texts[row]:
             self.rows[row] = NgramIndex(texts[row])
         return self.rows[row]
@@ -77,7 +77,7 @@ class NgramIndex:
 
     def propose(self, count: int, least: int = LEAST_ALONE) -> list[int]:
         """
-        Returns at most `count` tokens after the longest match of at least `least` tokens; of equally long ones that
+        Returns at most `count` tokens after the longest match of at least `least` tokens; of equally long matches that
         of the last proposal, or else the latest. A match that reaches into the end of the text is a repetition.
         """
         self.read()
