@@ -166,7 +166,7 @@ class VerifiedPrefix:
 
     def feed(self, count: int, wanted: int) -> torch.Tensor:
         """Feeds each row up to `count` tokens after its prefix. Returns the last outputs `(rows, wanted, ...)`."""
-        # A row that lacks fewer columns feeds cached tokens again; a row too short for that writes columns beyond its end,
+        # A row that lacks fewer columns feeds cached tokens again; one too short writes columns beyond its end,
         # which are overwritten before any query sees them.
         tokens, starts, width = self._next(count, wanted)
         places = [n + count - wanted - start for n, start in zip(self.columns, starts)]
