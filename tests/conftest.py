@@ -1,5 +1,6 @@
 """Fixtures of all tests, and how their processes run."""
 
+import contextlib
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -39,6 +40,14 @@ def one_thread():
 def nothing_is_known_of_a_pair():
     """Many tests share models, and what calls of one have taught is not to decide what those of another do."""
     planner._pairs.clear()
+
+
+def pytest_configure(config):
+    """Processes of xdist share one server of preloaded Python, which the process that starts them starts."""
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput") and preloaded.can_fork():
+        server = contextlib.ExitStack()
+        server.enter_context(preloaded.running_server())
+        config.add_cleanup(server.close)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -119,15 +119,30 @@ class Popen(subprocess.Popen):
         return self.returncode
 
 
+def can_fork() -> bool:
+    """Where there are accelerators programs start as ever: their drivers do not survive a fork."""
+    return sys.platform == "linux" and not torch.accelerator.is_available()
+
+
 @contextlib.contextmanager
 def preloaded_python():
     """
-    Starts a server, unless this process has been forked from one, and has programs fork from it. Where there are
-    accelerators programs start as ever: their drivers do not survive a fork.
+    Has programs fork from the server of the process that has started this one, or else from one that is started here,
+    unless this process has been forked from it and does so anyway.
     """
-    if sys.platform != "linux" or torch.accelerator.is_available() or ADDRESS in os.environ:
+    if not can_fork() or FRESH.__module__ != "subprocess":
         yield
         return
+    with contextlib.nullcontext() if ADDRESS in os.environ else running_server():
+        subprocess.Popen = Popen
+        try:
+            yield
+        finally:
+            subprocess.Popen = FRESH
+
+
+@contextlib.contextmanager
+def running_server():
     with tempfile.TemporaryDirectory(prefix="preloaded") as folder:
         address = os.path.join(folder, "socket")
         listening = socket.socket(socket.AF_UNIX)
@@ -141,11 +156,9 @@ def preloaded_python():
         )  # fmt: skip
         listening.close()
         os.environ[ADDRESS] = address
-        subprocess.Popen = Popen
         try:
             yield
         finally:
-            subprocess.Popen = FRESH
             del os.environ[ADDRESS]
             server.stdin.close()
             try:
