@@ -1,4 +1,4 @@
-"""The rows that a call generates: their penalties, texts and stop strings, and the choices that they are for."""
+"""The rows that a call generates: their texts, where these reach a stop string, and the choices that they are for."""
 
 import asyncio
 import itertools
@@ -7,39 +7,13 @@ from collections.abc import Iterable, Iterator
 import torch
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
-from transformers import LogitsProcessor, StoppingCriteria
+from transformers import StoppingCriteria
 from transformers.cli.serving.utils import ToolCall, _GenerationCancelled, _StreamError, response_events_to_chunks
 from transformers.generation.streamers import BaseStreamer
 
 from .logprobs import Entry, entries
 from .parameters import Parameters
-
-
-class Cut:
-    """Returns the part of a text before the first stop string. Text that may begin one is held back until clear."""
-
-    def __init__(self, strings: list[str]):
-        self.strings, self.held, self.is_over = strings, "", False
-        self.read = self.clear = 0  # characters that were added, and that were returned
-
-    def add(self, piece: str) -> str:
-        """Returns the new text that is certain to come before any stop string."""
-        if self.is_over:
-            return ""
-        text, self.held, self.read = self.held + piece, "", self.read + len(piece)
-        if found := [text.index(one) for one in self.strings if one in text]:
-            self.is_over, text = True, text[: min(found)]
-        else:
-            sure = (i for i in range(len(text)) if any(one.startswith(text[i:]) for one in self.strings))
-            end = next(sure, len(text))
-            text, self.held = text[:end], text[end:]
-        self.clear += len(text)
-        return text
-
-    def release(self) -> str:
-        """Returns the text that was held back, once no more text follows."""
-        held, self.held = self.held, ""
-        return held
+from .stops import Cut
 
 
 class Row:
@@ -104,18 +78,6 @@ class StopCriteria(StoppingCriteria):
             row.read(tokens, self.seen)
         self.seen = input_ids.shape[1] - self.length
         return torch.tensor([row.end is not None for row in self.rows], device=input_ids.device)
-
-
-class Penalties(LogitsProcessor):
-    """Lowers each token's logit by `frequency` for each time that the answer has it, and by `presence` if it has it."""
-
-    def __init__(self, prompt_length: int, frequency: float, presence: float):
-        self.prompt_length, self.frequency, self.presence = prompt_length, frequency, presence
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        answer = input_ids[:, self.prompt_length :]
-        counts = torch.zeros_like(scores).scatter_add_(1, answer, torch.ones_like(answer, dtype=scores.dtype))
-        return scores - self.frequency * counts - self.presence * (counts > 0)
 
 
 class Choice(BaseStreamer):

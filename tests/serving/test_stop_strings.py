@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_ssd.serving.parameters import ChatRequest
-from hf_ssd.serving.rows import Choice, Cut, Row, StopCriteria
+from hf_ssd.serving.rows import Choice, Row, StopCriteria
+from hf_ssd.serving.stops import Cut
 
 from ..helpers import vocabularies
 from ..helpers.servers import PROMPT
