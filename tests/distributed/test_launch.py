@@ -118,7 +118,7 @@ def test_a_worker_that_dies_while_it_starts_is_explained(monkeypatch, tmp_path, 
     before = children()
     with pytest.raises(hf_ssd.DraftError, match="ended while it started: ImportError: this installation is broken\n"):
         hf_ssd.launch_draft(folder)
-    assert children() == before
+    assert children() <= before
 
 
 def test_a_worker_that_dies_while_it_connects_is_noticed_at_once(monkeypatch, started):

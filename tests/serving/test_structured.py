@@ -138,13 +138,13 @@ def test_the_grammar_of_strict_tools(server, marks):
     tokenizer = AutoTokenizer.from_pretrained(server.model)
     tokenizer.add_tokens([*marks])
     request = ChatRequest.model_validate({"messages": [{"role": "user", "content": "a"}], "tools": TOOLS})
-    grammar = structured.grammar_for(request, server.loaded_model, tokenizer)
+    matcher = structured.grammar_for(request, server.loaded_model, tokenizer).rows[0].matcher
 
     def taken(text: str) -> str:
-        grammar.matcher.reset()
+        matcher.reset()
         tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-        count = grammar.matcher.try_consume_tokens(tokens)
-        return tokenizer.decode(tokens[:count]), grammar.matcher.is_accepting()
+        count = matcher.try_consume_tokens(tokens)
+        return tokenizer.decode(tokens[:count]), matcher.is_accepting()
 
     for text in ("Sure.", CALL, f"Sure.\n{CALL}\n{CALL}", f"{CALL}\nDone.", CALL.replace('"f"', '"g"')[:40]):
         assert taken(text) == (text, not text.startswith('<tool_call>\n{"name": "g"'))
