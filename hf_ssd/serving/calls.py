@@ -19,7 +19,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.cli.serving.utils import InferenceThread, _GenerationCancelled
 from transformers.generation.streamers import BaseStreamer
 
-from ..generation.continuous import ContinuousBatching
+from ..generation.continuous import BatchIsFull, ContinuousBatching
 from ..generation.streaming import BatchStreamer, RoundStreamer
 from ..grammar import Grammar
 from ..stats import SSDStats
@@ -35,7 +35,6 @@ from .rows import Choice, Row, StopCriteria
 END_TIMEOUT = 10.0  # seconds for a running call to reach its next round
 POLL = 0.1  # seconds between two looks whether a client has left or the server is to end
 MOST_WAITING = 256  # threads that wait for answers; further requests wait for a thread
-RETRY = {"retry-after": "5"}  # seconds
 logger = logging.getLogger(__name__)
 
 
@@ -84,6 +83,10 @@ class Call:
 
 
 CALL: contextvars.ContextVar[Call] = contextvars.ContextVar("call")  # of the request that is answered
+
+
+def too_many() -> Refusal:
+    return Refusal("Too many requests wait; try again later.", status=503, headers={"retry-after": "5"})  # seconds
 
 
 @contextlib.contextmanager
@@ -221,6 +224,8 @@ class CallRunner:
         except Exception as error:
             if self.are_over or isinstance(error, _GenerationCancelled):  # the client has left
                 end = CANCELLED
+            elif isinstance(error, Refusal):
+                end = REFUSED
             call.error = error
             raise
         finally:
@@ -243,6 +248,8 @@ class CallRunner:
                 while self.batch.result_of(request, timeout=POLL) is None:
                     self.check(call)
             call.cached += self.batch.requests[requests[0]][0].known  # the rows have one prompt, which counts once
+        except BatchIsFull:  # with rows that came in between, or of this call
+            raise too_many() from None
         finally:
             for request in requests:
                 self.batch.forget(request)
@@ -282,7 +289,7 @@ class CallRunner:
         longest, length = limits.positions, inputs["input_ids"].shape[-1]
         with self.counting_refusals():
             if self.batch is not None and self.batch.is_full:
-                raise Refusal("Too many requests wait; try again later.", status=503, headers=RETRY)
+                raise too_many()
             limits.check_prompt(inputs["input_ids"].flatten().tolist())
             limits.check_settings(gen_config, call.parameters)
             most = gen_config.max_new_tokens, longest and longest - length, self.max_tokens

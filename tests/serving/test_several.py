@@ -128,3 +128,12 @@ def test_the_next_turn_of_a_chat_is_not_read_again(server, plain):
     status, answer = server.request("/v1/responses", input=text, max_output_tokens=4)
     details = answer["usage"]["input_tokens_details"]
     assert status == 200 and least < details["cached_tokens"] < answer["usage"]["input_tokens"]
+
+
+def test_an_answer_of_more_choices_than_may_wait_is_refused_as_well(tiny_server, one_place):
+    before = tiny_server.figures()["refused"]
+    with pytest.raises(openai.InternalServerError, match="Too many requests wait") as error:
+        tiny_server.complete(PROMPT, LONG // 80, n=4, temperature=1.0)
+    assert error.value.status_code == 503 and error.value.response.headers["retry-after"] == "5"
+    assert tiny_server.figures()["refused"] == before + 1
+    assert tiny_server.complete("abc", 5).choices  # the rows that had joined are gone
