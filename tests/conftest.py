@@ -61,6 +61,7 @@ def preloaded_python():
 def fresh_python(monkeypatch):
     """For a test of how programs start: they start as users start them."""
     monkeypatch.setattr(subprocess, "Popen", preloaded.FRESH)
+    monkeypatch.delenv(preloaded.ADDRESS, raising=False)  # and so do the programs that they start
 
 
 @pytest.fixture
