@@ -1,53 +1,18 @@
-"""What every request passes: a line about it when it ends, and checks of its server's name, key, origin and size."""
+"""Checks a request before it is read: the server's name in it, its key, the page that sent it, and its size."""
 
-import asyncio
-import contextlib
 import secrets
-import time
-from collections.abc import Callable
 from fnmatch import fnmatchcase
-from urllib.parse import quote, urlsplit
+from urllib.parse import urlsplit
 
 from fastapi import HTTPException
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .calls import CALL, Call
 from .errors import refuse
 
 BODY_LIMIT = 16 << 20  # bytes
 OPEN = ("/", "/health")  # need no key
-POLLED = ("/health", "/metrics")  # monitors ask these every few seconds
 TOO_LARGE = 413, f"The body is larger than {BODY_LIMIT >> 20} MiB."
-
-
-class RequestLog:
-    """Begins the call of each request, and shows method, path, status, tokens, seconds and speed when it has ended."""
-
-    def __init__(self, app: ASGIApp, show: Callable[[str], None]):
-        self.app, self.show = app, show
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in POLLED:
-            return await self.app(scope, receive, send)
-        start, status, call = time.perf_counter(), 500, Call(asyncio.get_running_loop())
-        CALL.set(call)
-
-        async def noted(message: Message) -> None:
-            nonlocal status
-            status = message.get("status", status)
-            await send(message)
-
-        try:
-            await self.app(scope, receive, noted)
-        finally:
-            call.has_left.set()  # a running call ends with its next round
-            line = f"{time.strftime('%H:%M:%S')} {scope['method']} {quote(scope['path'])} {status}"
-            line += f": {call.tokens} tokens" if call.tokens else ""
-            line += f" in {time.perf_counter() - start:.2f} s"
-            line += f", {call.tokens / call.seconds:.1f} tokens/s" if call.tokens and call.seconds else ""
-            with contextlib.suppress(OSError):  # nobody reads the output
-                self.show(line)
 
 
 class Gate:

@@ -25,11 +25,12 @@ import hf_ssd
 
 from .calls import END_TIMEOUT, POLL, Call, CallRunner
 from .errors import OF_THE_CLIENT, read, refuse
-from .gate import Gate, RequestLog
+from .gate import Gate
 from .limits import Limits
 from .live import LiveRequest, events
 from .metrics import Metrics
 from .parameters import ChatRequest, CompletionRequest, DecisionRequest, ResponseRequest
+from .request_log import RequestLog
 from .requests import Endpoint
 
 GRACE = 3  # seconds that running answers get to end when the server shuts down
