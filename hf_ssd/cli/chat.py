@@ -44,7 +44,8 @@ class Answer(TextStreamer):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self.tokens: list[int] = []  # those of the prompt first
         self.shows_dots = sys.stdout.isatty()  # until the first words come
-        print("..." * self.shows_dots, end="", flush=True)
+        if self.shows_dots:
+            print("...", end="", flush=True)
 
     def put(self, value: torch.LongTensor) -> None:
         self.tokens += value.flatten().tolist()

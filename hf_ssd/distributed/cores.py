@@ -107,7 +107,11 @@ class TargetCores:
 
 
 class DraftCores:
-    """The cores of a draft worker: its share beside the target, and those of both while the target waits for it."""
+    """
+    The cores of a draft worker: its share beside the target, and those of both while the target waits for it. Targets
+    of several calls know nothing of each other, so it has half only if all calls leave it half, and the cores of both
+    only for a single call.
+    """
 
     def __init__(
         self,

@@ -9,7 +9,10 @@ from .verified_prefix import VerifiedPrefix
 
 
 class ParallelDrafter(Drafter):
-    """A causal language model that was trained to guess several tokens ahead, fed a bonus token and mask tokens."""
+    """
+    A causal language model that was trained to guess several tokens ahead, fed a bonus token and mask tokens. The
+    distribution of each token depends on the outcome, and not on the tokens drawn before it.
+    """
 
     one_pass = True
     grown: torch.Tensor | None = None  # the outputs of all branches, which were grown for the next outcome

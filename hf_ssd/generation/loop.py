@@ -1,4 +1,11 @@
-"""The target's side of speculative speculative decoding: one loop, any batch size. See docs/design.md for a round."""
+"""
+The target's side of speculative speculative decoding: one loop, any batch size.
+
+A round verifies a few drafted tokens of each row, its *speculation*, in one forward pass. The *outcome* of a row is how
+many of them are accepted, and the bonus token that the target adds after them. While the target verifies, the draft
+prepares speculations for likely outcomes. If the actual outcome is among them, the next speculation is available at
+once (a *hit*); otherwise it is drafted just in time (a *miss*).
+"""
 
 import contextlib
 import dataclasses

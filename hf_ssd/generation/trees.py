@@ -1,4 +1,9 @@
-"""Token trees: a pass verifies siblings beside drafted tokens, each of which sees its ancestors alone."""
+"""
+Token trees: a pass verifies siblings beside drafted tokens, each of which sees its ancestors alone.
+
+In greedy decoding and in the coupled rule a token is the target's own choice, which the drafted tokens have no part in.
+So a path through the tree may be found in any way, and is then decided like a chain.
+"""
 
 import dataclasses
 
