@@ -43,6 +43,17 @@ def expected_tokens_by_lookahead(acceptance_rates: list[float]) -> list[float]:
     return list(accumulate(accumulate(acceptance_rates, mul), initial=1.0))
 
 
+def expected_tokens_of_slowest_row(tokens_by_lookahead: list[float], rows: int, rounds: int) -> float:
+    """
+    Expected tokens of a round of the slowest of b rows in n rounds, from the expected tokens E_0 ... E_K of any row
+    with 0 to K drafted tokens: E_K - s sqrt(2 log(b) / n), at least 1, with s the standard deviation of its tokens.
+    """
+    mean, before = tokens_by_lookahead[-1], [0.0, *tokens_by_lookahead]
+    square = math.fsum((2 * k + 1) * (one - last) for k, (last, one) in enumerate(zip(before, tokens_by_lookahead)))
+    deviation = math.sqrt(max(0.0, square - mean**2))
+    return max(1.0, mean - deviation * math.sqrt(2 * math.log(rows) / rounds))
+
+
 def expected_tokens_of_tree(acceptance_rates: list[float], caught: list[float]) -> float:
     """
     Expected tokens of a round that verifies siblings beside K drafted tokens, if the k-th is accepted with the k-th

@@ -4,6 +4,7 @@ the formula that it must tell apart, so that none of them can pass for want of s
 import itertools
 import math
 
+import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -81,6 +82,16 @@ def test_expected_tokens_by_lookahead_are_those_of_all_patterns(rates):
     expected = [sum((k + 1) * chance for k, chance in enumerate(accepted_counts(rates[:n])))
                 for n in range(len(rates) + 1)]  # fmt: skip
     assert theory.expected_tokens_by_lookahead(rates) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("rows, acceptance", [(2, [0.6]), (4, [0.6]), (8, [0.8, 0.7, 0.5]), (8, [0.9] * 6)])
+def test_expected_tokens_of_the_slowest_row_are_near_those_of_many_calls(rows, acceptance, rounds=64, calls=2000):
+    chances = accepted_counts(acceptance)
+    gained = np.random.default_rng(0).choice(len(chances), (calls, rows, rounds), p=chances) + 1
+    slowest, expected = gained.mean(2).min(1).mean(), theory.expected_tokens_by_lookahead(acceptance)
+    told = theory.expected_tokens_of_slowest_row(expected, rows, rounds)
+    assert told == pytest.approx(slowest, rel=0.06) and told < slowest < expected[-1]  # by a bound on the largest of b
+    assert theory.expected_tokens_of_slowest_row(expected, 1, rounds) == expected[-1]
 
 
 @given(st.lists(st.tuples(rates, rates), max_size=5))

@@ -62,7 +62,7 @@ class DraftServer:
                     number, round_ = growing.number, growing.round
                     self.grow(growing)
                 else:
-                    self.channel.awake = 0.0 if not self.calls or self.cores.are_taken_in_turn else AWAKE
+                    self.channel.awake = 0.0 if self.is_to_sleep else AWAKE
                     message = self.channel.receive(None)
                     number, round_ = message.session, message.round
                     self.handle(message)
@@ -72,6 +72,11 @@ class DraftServer:
             except Exception:
                 self._give_up(number)
                 self.channel.send(Message(Kind.ERROR, number, round_, traceback.format_exc()))
+
+    @property
+    def is_to_sleep(self) -> bool:
+        """Whether a wait may not keep a core busy: it is long, or a target computes on this core, as in its prefill."""
+        return self.cores.are_taken_in_turn or not self.calls or any(call.mode is None for call in self.calls.values())
 
     @property
     def growing(self) -> Call | None:

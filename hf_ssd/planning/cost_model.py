@@ -13,6 +13,7 @@ LOOKAHEADS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)  # tokens
 BUDGETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)  # outcomes of each row
 ROWS_COMPARED = 10.0  # rows that were evaluated, the prior included, before early tokens are planned
 RARE = 0.02  # share of rows with early tokens below which none are planned
+ROUNDS = 64  # of a call whose slowest row is compared with the mean row
 MEMORY_FOR_Q = 2**29  # bytes for the distributions of prepared tokens
 
 
@@ -26,7 +27,7 @@ class CostModel:
         self.durations = self.of_pair = self.pair.durations(kind)
         self.experience = self.pair.experience(kind)
         self.rates = Rates(memory=0.99)  # of the texts of this call
-        self.reading = 0.0  # seconds that the last round waited while the draft read text that went by without it
+        self.reading = 0.0  # seconds that the last round lost because the draft read text that went by without it
         q = 4 * kind.rows * kind.vocab_size  # bytes of the distributions of a token of each row
         self.most_q = 10**9 if kind.temperature is None else MEMORY_FOR_Q // q  # prepared tokens of a row
         self.most_states = 10**9  # of a row, each for a prepared token
@@ -50,7 +51,8 @@ class CostModel:
     def observe(self, before: RoundRecord, now: RoundRecord) -> None:
         """Learns from a round, whose record says how the draft has answered the outcome of the round before."""
         self.live = len(now.live) or len(before.live) or self.kind.rows
-        self.reading = now.wait_seconds if PLAIN in (before.mode, now.mode) else 0.0
+        elapsed, starts = now.received_at - before.received_at, before.mode == PLAIN != now.mode
+        self.reading = max(0.0, elapsed - self.seconds_to_verify(PLAIN, 0)) if starts else 0.0
         self.most_states = now.states or self.most_states
         self.experience.rounds += 1
         self.durations.observe(before, now, self.kind)
@@ -84,10 +86,17 @@ class CostModel:
         is_free = config.lookahead == config.fallback == "auto" and config.drafter != EARLY
         return (0, LONGEST_EARLY) if is_free and may_pay else (0,)
 
-    def _share(self, rates: EarlyRates, early: int) -> tuple[float, float]:
-        """Returns the share of rows that verify up to `early` early tokens, and the tokens that they gain."""
+    def _gain(self, rates: EarlyRates, early: int, lookahead: int = 0) -> tuple[float, float]:
+        """
+        Returns the share of rows that verify up to `early` early tokens, the others verifying `lookahead` drafted
+        tokens, and the tokens of a round that the slowest row gains: a call lasts as long as it does.
+        """
+        share, drafted = rates.share.value if early else 0.0, self.tokens(lookahead)
         acceptance = rates.acceptance.rates(early, self.kind.config.acceptance_rate)
-        return rates.share.value if early else 0.0, theory.expected_tokens_by_lookahead(acceptance)[-1]
+        own = theory.expected_tokens_by_lookahead(acceptance)
+        longest = range(max(early, lookahead) + 1)
+        of_all = [share * own[min(k, early)] + (1 - share) * drafted[min(k, lookahead)] for k in longest]
+        return share, theory.expected_tokens_of_slowest_row(of_all, self.live, ROUNDS)
 
     def seconds_to_verify(self, mode: str, lookahead: int) -> float:
         nodes = max(lookahead, nodes_of(self.kind.config)) if lookahead else 0
@@ -129,13 +138,12 @@ class CostModel:
 
     def plain(self, early: int = 0) -> float:
         """Returns tokens per second of plain decoding, or of verifying early tokens in the rows that have some."""
-        share, gained = self._share(self.rates.alone, early)
-        return self._speed(1 + share * (gained - 1), self._seconds_to_verify_some(PLAIN, 0, early, share), 0.0)
+        share, tokens = self._gain(self.rates.alone, early)
+        return self._speed(tokens, self._seconds_to_verify_some(PLAIN, 0, early, share), 0.0)
 
     def in_turn(self, lookahead: int, early: int = 0) -> float:
         """Returns tokens per second of drafting so many tokens after each outcome, in the rows without early tokens."""
-        share, gained = self._share(self.rates.beside, early)
-        tokens = share * gained + (1 - share) * self.tokens(lookahead)[-1]
+        share, tokens = self._gain(self.rates.beside, early, lookahead)
         drafting = (1 - share**self.live) * self.seconds_to_draft(IN_TURN, lookahead)
         drafting += self.durations.unexplained[IN_TURN](0)
         return self._speed(tokens, self._seconds_to_verify_some(IN_TURN, lookahead, early, share), drafting)
@@ -159,12 +167,11 @@ class CostModel:
 
     def ahead(self, lookahead: int, budgets, counts=(0,)) -> dict[tuple, float]:
         """Returns tokens per second of drafting ahead by mode, lookahead, budget and most early tokens."""
-        tokens, verify = self.tokens(lookahead), self.seconds_to_verify(AHEAD, lookahead)
+        verify = self.seconds_to_verify(AHEAD, lookahead)
         missed, unit = self.best_after_miss(lookahead), self.seconds_to_verify(AHEAD, 0)  # of time in Corollary 16
         rounds, speeds = {}, {}
         for count in counts:
-            share, gained = self._share(self.rates.beside, count)
-            gains = [share * gained + (1 - share) * tokens[k] for k in (lookahead, missed)]
+            (share, _), gains = zip(*(self._gain(self.rates.beside, count, k) for k in (lookahead, missed)))
             hit, miss = (self._seconds_to_verify_some(AHEAD, k, count, share) for k in (lookahead, missed))
             rounds[count] = share, gains, hit, miss + self.seconds_to_draft(AHEAD, missed)
         for budget, hit_rate in zip(budgets, self.hit_rate(lookahead, budgets)):

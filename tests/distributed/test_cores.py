@@ -263,6 +263,7 @@ def test_who_waits_in_turn_leaves_the_cores_to_the_other_side(two_threads, watch
     assert {*noted} == {0.0 if mode == IN_TURN else transport.AWAKE}
     waits = [float(line) for line in (Path(draft.config.notes + ".waits")).read_text().split()]
     assert {*waits[-5:-1]} == {*noted}  # the last wait is that for another call
+    assert waits[2:5] == [0.0, 0.0, 0.0]  # for a call, in two parts, and for its first outcome, during the prefill
 
 
 def note_waits(set_attribute) -> list[float]:

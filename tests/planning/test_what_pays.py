@@ -9,7 +9,7 @@ import statistics
 import pytest
 
 from hf_ssd.generation.proposers.proposers import Proposers
-from hf_ssd.planning import experience, planner, prober
+from hf_ssd.planning import cost_model, experience, planner, prober
 from hf_ssd.planning.cost_model import CostModel
 from hf_ssd.planning.experience import Durations, Rates
 from hf_ssd.planning.prober import PROBE_SHARE, Prober
@@ -119,7 +119,7 @@ def speeds_of_calls(world, seed, calls=3, tokens=40):
     draft, speeds = SimulatedDraft(world), []
     for number in range(calls):
         with contextlib.closing(world.call(draft.planner(), draft, seed=100 * seed + number)) as call:
-            clock, made = next(stand for stand in itertools.islice(call, 0, None, 2) if stand[1] >= tokens)
+            clock, made, _ = next(stand for stand in itertools.islice(call, 0, None, 2) if stand[1] >= tokens)
         speeds.append(made * world.verification / clock)
     return speeds
 
@@ -139,6 +139,25 @@ def test_first_calls_that_try_what_they_cannot_pay_are_slow(monkeypatch, module,
     """The mutants for the test above: drafting ahead is tried at once, or the first speculations are long."""
     monkeypatch.setattr(module, constant, value)
     assert min(mean_speeds(on_one_cpu(0.6, NOT_PACKED))) < 0.95
+
+
+def seconds_of_the_slowest_row(world, plan, tokens=128, seeds=10):
+    def of_call(seed):
+        with contextlib.closing(world.call(FixedPlanner(*plan), seed=seed)) as call:
+            return next(clock for clock, _, fewest in call if fewest >= tokens)
+
+    return statistics.fmean(map(of_call, range(seeds)))
+
+
+def test_a_batch_is_not_drafted_for_where_its_slowest_row_would_end_later(monkeypatch):
+    world, plans = World(0.5, rows=8, step=0.014, per_token=0.004, right=0.2), [(0, 0), (1, 0)]
+    plain, drafted = (world.run(FixedPlanner(*plan)) for plan in plans)
+    assert drafted > 1.01 * plain  # in tokens of all rows
+    plain, drafted = (seconds_of_the_slowest_row(world, plan) for plan in plans)
+    assert drafted > 1.01 * plain
+    assert mode_of_a_long_call(SimulatedDraft(world)) == PLAIN
+    monkeypatch.setattr(cost_model, "ROUNDS", math.inf)  # the mutant
+    assert mode_of_a_long_call(SimulatedDraft(world)) != PLAIN
 
 
 def rounds_until_ahead(disturbed):

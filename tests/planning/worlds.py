@@ -90,8 +90,8 @@ class World:
 
     def call(self, planner, draft=None, seed=1):
         """
-        A call of `generate()`, as generation/loop.py has it. Yields the seconds since its beginning and the tokens,
-        when an outcome has left and when a speculation has come.
+        A call of `generate()`, as generation/loop.py has it. Yields the seconds since its beginning, the tokens, and
+        those of the slowest row, when an outcome has left and when a speculation has come.
         """
         draft, cores = draft or SimulatedDraft(self), SimulatedCores()
         chance, hiccups = random.Random(seed), random.Random(seed + 1)
@@ -140,7 +140,7 @@ class World:
                 now.accepted, now.verify_seconds = accepted, seconds
                 if number > 1:
                     planner.observe(before, now)
-                yield clock, sum(map(len, ours.texts)) - self.rows
+                yield clock, sum(map(len, ours.texts)) - self.rows, min(map(len, ours.texts)) - 1
 
                 # 3. The draft answers.
                 draft.starting -= 1
@@ -154,7 +154,7 @@ class World:
                     session.preparing = Plan(PLAIN)
                 clock += now.wait_seconds
                 now.received_at = clock
-                yield clock, sum(map(len, ours.texts)) - self.rows
+                yield clock, sum(map(len, ours.texts)) - self.rows, min(map(len, ours.texts)) - 1
 
     def run(self, planner, rounds=1500, skip=0, seed=1):
         """Returns tokens per second after the first `skip` rounds."""
@@ -163,8 +163,8 @@ class World:
     def speeds(self, planner, skips, rounds=1500, seed=1):
         """Returns tokens per second after each of these numbers of rounds."""
         with contextlib.closing(self.call(planner, seed=seed)) as call:
-            stands = [(0.0, 0), *itertools.islice(call, 1, 2 * rounds, 2)]
-        clock, tokens = stands[-1]
+            stands = [(0.0, 0, 0), *itertools.islice(call, 1, 2 * rounds, 2)]
+        clock, tokens, _ = stands[-1]
         return [(tokens - stands[skip][1]) / (clock - stands[skip][0]) for skip in skips]
 
     def best_fixed(self):
