@@ -167,8 +167,9 @@ class DraftServer:
     def _answer(self, call: Call, message: Message) -> None:
         speculator = call.speculator
         outcome, plan = wire.read_outcome(message.payload, len(speculator.finished))
-        call.mode = plan.mode
-        self._share_cores()
+        if plan.mode != call.mode:
+            call.mode = plan.mode
+            self._share_cores()
         is_alone = speculator.num_workers == 1
         outcome.states = lambda tokens, width: self._receive_states(call, tokens, width)
         if call.passes is not None:

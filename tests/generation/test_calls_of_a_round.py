@@ -1,5 +1,6 @@
-"""How many functions of the package a round calls in the target's process."""
+"""How many functions of the package a round calls in the target's process, and an answer in the draft's."""
 
+import contextlib
 import sys
 from collections import Counter
 from pathlib import Path
@@ -7,15 +8,17 @@ from pathlib import Path
 import pytest
 
 import hf_ssd
+from hf_ssd.distributed.draft_server import DraftServer
 from hf_ssd.distributed.transport import Channel
 from hf_ssd.distributed.wire import Kind
 from hf_ssd.rounds import AHEAD
 
 from ..helpers import comparing
+from ..helpers.loopback import PackingChannel, assistant_of
 from ..helpers.tiny import padded_batch
 
 PACKAGE = Path(hf_ssd.__file__).parent
-MOST = 75
+MOST, MOST_OF_AN_ANSWER = 75, 15
 POLLS = ("_let_others_run",)
 OF_EACH_LAYER = ("update", "_reserve", "_view", "for_groups", "aligned", "_layer")
 FILES_OF_LAYERS = ("attention", "packed", "packed_linear", "packed_experts")
@@ -67,3 +70,33 @@ def test_a_greedy_round_with_a_fixed_plan_calls_few_functions(target, assistant,
     assert len(records) > 5 and {record.mode for record in records} == {AHEAD} and output.ssd_stats.hit_rate > 0
     of_whole_rounds = rounds[2:-1]  # between the first outcome, of the prefill, and the last
     assert len(of_whole_rounds) > 3 and max(map(Counter.total, of_whole_rounds)) <= MOST, dict(of_whole_rounds[-1])
+
+
+def test_few_functions_lie_between_an_outcome_and_the_answer_of_a_draft_that_has_prepared_it(
+    target, draft, monkeypatch
+):
+    """Reading and writing the message are not counted."""
+    answers, before = [], sys.getprofile()
+    handle, send = DraftServer.handle, PackingChannel.send
+
+    def count(frame, event, _):
+        code, place = frame.f_code, Path(frame.f_code.co_filename)
+        if event == "call" and place.is_relative_to(PACKAGE) and place.stem != "wire" and code.co_name[0] != "<":
+            answers[-1].add(f"{place.stem}.{code.co_name}")
+
+    def handles(server, message):
+        if message.kind == Kind.OUTCOME:
+            answers.append(set())
+            sys.setprofile(count)
+        handle(server, message)
+
+    def sends(channel, message):
+        if message.kind == Kind.SPECULATION:
+            sys.setprofile(before)
+        send(channel, message)
+
+    monkeypatch.setattr(DraftServer, "handle", handles)
+    monkeypatch.setattr(PackingChannel, "send", sends)
+    stats = generate(target, assistant_of(draft, contextlib.nullcontext)).ssd_stats
+    hits = [seen for seen, (hit,) in zip(answers, stats.column("hits")) if hit]
+    assert len(hits) > 5 and max(map(len, hits[1:])) <= MOST_OF_AN_ANSWER, hits[-1]

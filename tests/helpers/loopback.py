@@ -1,6 +1,7 @@
 """A draft worker in the target's process, whose messages are packed as on their way to another process."""
 
 import contextlib
+import dataclasses
 from collections import deque
 from collections.abc import Callable
 
@@ -85,7 +86,8 @@ class Loopback:
         self.channel = SharedChannel(self.own_end, self)
         self.server = DraftServer(self.own_end.other, model)
         self.own_end.while_waiting = self.work
-        self.during_work, self.worker_info = during_work, {"identity": None, "device": "cpu"}
+        info = dataclasses.asdict(DraftInfo.of(model.config))
+        self.during_work, self.worker_info = during_work, {"draft": info, "identity": None, "device": "cpu"}
 
     def work(self) -> None:
         """Handles the messages that the target has sent. Raises the draft's exceptions as [`DraftError`]."""
