@@ -5,6 +5,7 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several tests run at once, and with more threads than cores all crawl
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # and those that wait for each other let others compute
 
 import subprocess
 import sys

@@ -41,6 +41,7 @@ def test_a_batch_of_a_random_pair_sampled():
     output = run(
         "examples/benchmark.py", "--layered", "tiny", "--agreement", 0.7, "--temperature", 1, "--batch-size", 3,
         "--max-new-tokens", 12, "--repeats", 1, "--in-turn-lookaheads", 2, "--dtype", "float32", "--pin", 0, 1,
+        "--one-table",
     )  # fmt: skip
     assert "assisted" not in output and "batch size 3, temperature 1" in output and "SSD over plain" in output
 
