@@ -138,14 +138,17 @@ def test_a_worker_that_starts_takes_no_time_from_the_call(target, fresh_python):
 
 
 class Interrupt:
-    """Raises KeyboardInterrupt at the n-th line that is run in some files."""
+    """Raises KeyboardInterrupt at the n-th line that is run in some files, once a function of a name is called."""
 
     FILES = ("distributed/assistant.py", "distributed/shared_channel.py", "generation/draft.py")
 
-    def __init__(self, at):
-        self.left, self.where = at, None
+    def __init__(self, at, begins=None):
+        self.left, self.where, self.begins = at, None, begins
 
     def __call__(self, frame, event, argument):
+        if self.begins not in (None, frame.f_code.co_name):
+            return None
+        self.begins = None
         is_session = frame.f_code.co_qualname.startswith("WorkerSession.")
         if not is_session and not frame.f_code.co_filename.endswith(self.FILES):
             return None
@@ -165,14 +168,14 @@ class Interrupt:
         return exception[0] is KeyboardInterrupt
 
 
-def interrupted_everywhere(target, assistant):
+def interrupted_everywhere(target, assistant, begins=None):
     """
     Interrupts a call at one line after the other, and yields those after which the call had not ended for its worker,
     or the next call did not speculate.
     """
-    places = set()
+    places, plain = set(), target.generate(**padded_batch(1), do_sample=False, max_new_tokens=12)
     for at in range(1, 1000):
-        with Interrupt(at) as interrupt:
+        with Interrupt(at, begins) as interrupt:
             call(target, assistant, rows=1, new_tokens=3)
         if interrupt.where is None:
             break
@@ -180,7 +183,7 @@ def interrupted_everywhere(target, assistant):
         if any(worker.channel is not None and worker.channel.inboxes for worker in assistant.workers):
             yield interrupt.where  # the worker still has the call
         try:
-            stats = call(target, ready(assistant), rows=1, new_tokens=12).ssd_stats
+            stats = call(target, ready(assistant), rows=1, new_tokens=12, plain=plain).ssd_stats
             if not stats.hit_rate:
                 yield interrupt.where
         except (ValueError, hf_ssd.DraftError):
@@ -208,7 +211,7 @@ def test_closing_once_would_not_be_enough(target, draft, monkeypatch):
 
     monkeypatch.setattr(FaultTolerantDraft, "close", close)
     with DraftAssistant([ThreadWorker(draft)]) as assistant:
-        assert next(interrupted_everywhere(target, assistant))
+        assert next(interrupted_everywhere(target, assistant, begins="close"))
 
 
 # ---------------------------------------------------------------- a draft in this process
