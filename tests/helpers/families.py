@@ -21,10 +21,10 @@ NAMES = {
     "sliding_window_pattern linear_num_key_heads linear_num_value_heads",
     HEADS: "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads "
     "attention_heads num_decoder_attention_heads num_encoder_attention_heads num_experts num_local_experts "
-    "n_routed_experts moe_num_experts rotary_dim",
+    "n_routed_experts moe_num_experts rotary_dim linear_num_heads",
     HEAD_DIM: "head_dim d_kv kv_channels dim_head attention_head_dim global_head_dim q_lora_rank kv_lora_rank "
     "qk_rope_head_dim qk_nope_head_dim v_head_dim hidden_size_per_layer_input index_head_dim linear_key_head_dim "
-    "linear_value_head_dim",
+    "linear_value_head_dim linear_head_dim",
     POSITIONS: "max_position_embeddings n_positions n_ctx seq_length max_seq_len",
     WINDOW: "sliding_window window_size attention_window attention_window_size sliding_window_size local_attention "
     "attention_chunk_size",
