@@ -1,5 +1,6 @@
 """A draft made for a target: its text, its vocabulary, what it learns, and the program as a user runs it."""
 
+import functools
 import itertools
 import json
 import re
@@ -25,7 +26,7 @@ from hf_ssd.generation.tokenizers import translation_between
 
 from .helpers.comparing import generate
 from .helpers.families import sharp_model, tiny_config
-from .helpers.programs import PAIR, run
+from .helpers.programs import PAIR, ROOT, run
 from .helpers.tiny import FAMILIES, tiny_model
 from .helpers.vocabularies import byte_level, sentencepiece
 
@@ -306,15 +307,15 @@ QUICK = "--max-new-tokens 12 --layers 1 --vocab-size 600 --rows 8 --batch-size 3
 
 @pytest.mark.slow
 def test_train_draft_makes_a_draft_that_is_accepted_and_goes_on_where_it_stopped(tmp_path):
-    command = ["examples/train_draft.py", PAIR / "target", "--output", tmp_path / "draft", *QUICK]
-    command += ["--checkpoints", tmp_path / "now"]
+    program = "import train_draft; train_draft.HELD_OUT = 2; train_draft.main()"
+    folders = [PAIR / "target", "--output", tmp_path / "draft", "--checkpoints", tmp_path / "now"]
     (tmp_path / "prompts.jsonl").write_text(
         "".join(json.dumps({"prompt": f"def {name}_{part}(self"}) + "\n" for name in ("read", "write", "copy")
                 for part in ("file", "line", "all", "name", "path", "data"))
     )  # fmt: skip
-    command += ["--prompts", tmp_path / "prompts.jsonl"]
-    first = json.loads(run(*command, "--minutes", 0.1))
-    second = json.loads(run(*command, "--minutes", 0.3))
+    words = [*folders, *QUICK, "--prompts", tmp_path / "prompts.jsonl", "--minutes"]
+    trained = functools.partial(run, "-c", program, *words, cwd=ROOT / "examples")
+    first, second = (json.loads(trained(minutes)) for minutes in (0.1, 0.3))
     assert second["steps"] > first["steps"] and second["tokens_written"] >= first["tokens_written"]
     assert list(second["acceptance"]) == ["prompts, temperature 0", "prompts, temperature 0.7"]
     assert second["acceptance"]["prompts, temperature 0"]["rate"] > 0.2
@@ -326,4 +327,4 @@ def test_train_draft_makes_a_draft_that_is_accepted_and_goes_on_where_it_stopped
     output = generate(hf_ssd.enable(target), draft, inputs, max_new_tokens=24, **both)
     assert torch.equal(output.sequences, plain) and sum(k for _, k, _ in output.ssd_stats.verified_rows()) > 0
     with pytest.raises(AssertionError, match="is of a run with other options"):
-        run(*command, "--minutes", 0.3, "--seed", 1)
+        trained(0.3, "--seed", 1)
