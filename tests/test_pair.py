@@ -4,6 +4,7 @@ import ast
 import json
 import re
 
+import pair_corpus
 import pytest
 import quickstart
 import torch
@@ -83,10 +84,6 @@ def test_no_prompt_falls_into_a_loop(pair):
 # ---------------------------------------------------------------- how it is trained
 
 
-TINY = "--draft-steps 2 --loop-steps 2 --batch-size 2 --length 64 --vocab-size 300 --num-threads 1".split()
-TINY += ["--max-files", "2", "--steps-per-text", "2"]
-
-
 def test_an_interrupted_run_ends_like_one_that_was_not(tmp_path):
     weights = {}
     model, windows = tiny_model(), torch.randint(2, 97, (16, 20), generator=torch.Generator().manual_seed(0))
@@ -111,33 +108,37 @@ def test_an_interrupted_run_ends_like_one_that_was_not(tmp_path):
     assert not torch.equal(weights["whole"]["lm_head.weight"], model.state_dict()["lm_head.weight"])
 
 
+def trained(program, folder, *words):
+    """Runs a program for two steps, with the text of few packages, and with few prompts."""
+    fewer = f"import pair_corpus, training, {program}; del pair_corpus.PACKAGES[3:], training.SNIPPETS[2:]"
+    return run(
+        "-c", f"{fewer}; {program}.main()", "--output", folder, "--checkpoints", folder.parent / "now", "--steps", 2,
+        "--steps-per-text", 2, "--num-threads", 1, "--max-files", 2, *words, cwd=ROOT / "examples",
+    )  # fmt: skip
+
+
 @pytest.mark.slow
 def test_train_pair_trains_and_saves_a_pair(tmp_path):
-    command = ["examples/train_pair.py", "--output", tmp_path / "pair", "--checkpoints", tmp_path / "now", *TINY]
-    run(*command, "--steps", 3)
+    assert all(pair_corpus.files_of(name) and pair_corpus.licence(name) for name in pair_corpus.PACKAGES)
+    words = "--draft-steps 2 --loop-steps 2 --batch-size 2 --length 64 --vocab-size 300".split()
+    trained("train_pair", tmp_path / "pair", *words)
     report = json.loads((tmp_path / "pair" / "report.json").read_text())
     assert report["acceptance_rate_on_prompts"] <= 1 and report["held_out_loss_nats_per_byte"]["target"] > 0
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "pair" / "draft").config.vocab_size == 300
     with pytest.raises(AssertionError, match="is of a run with other options"):
-        run(*command, "--steps", 3, "--batch-size", 4)
+        trained("train_pair", tmp_path / "pair", *words, "--batch-size", 4)
 
 
 @pytest.mark.slow
 def test_train_parallel_draft_trains_and_saves_a_draft_that_is_used_as_one(tmp_path):
-    output = run(
-        "examples/train_parallel_draft.py", "--output", tmp_path / "draft", "--checkpoints", tmp_path / "now",
-        "--steps", 2, "--steps-per-text", 2, "--lookahead", 3, "--num-threads", 1, "--max-files", 2,
-    )  # fmt: skip
+    output = trained("train_parallel_draft", tmp_path / "draft", "--lookahead", 3)
     assert len(json.loads(output)["acceptance_by_position"]["parallel_temperature_1"]) == 3
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "draft").config.pard_token == 2048
 
 
 @pytest.mark.slow
 def test_train_eagle3_trains_and_saves_a_head_that_loads(pair, tmp_path):
-    output = run(
-        "examples/train_eagle3.py", "--output", tmp_path / "head", "--checkpoints", tmp_path / "now", "--steps", 2,
-        "--steps-per-text", 2, "--lookahead", 3, "--num-threads", 1, "--max-files", 2, "--rows", 2,
-    )  # fmt: skip
+    output = trained("train_eagle3", tmp_path / "head", "--lookahead", 3, "--rows", 2)
     assert len(json.loads(output)["acceptance_by_position"]["eagle3_temperature_1"]) == 3
     assert head_for(tmp_path / "head", pair["target"]).config.target_layers == [2, 6, 11]
 
