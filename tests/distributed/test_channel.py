@@ -25,21 +25,6 @@ def ends():
         end.close()
 
 
-def test_messages_arrive_in_order_and_whole(ends):
-    target, draft = ends
-    sizes = [1, 120, 121, 50_000, 3]
-    for i, size in enumerate(sizes):
-        q = torch.full((size,), float(i))
-        target.send(Message(Kind.OUTCOME, 7, i, list(range(size)), Message(Kind.PROBABILITIES, payload=q)))
-        target.send_announced(q)
-    draft.send(Message(Kind.SPECULATION, payload=list(range(200_000))))  # both directions at once
-    for i, size in enumerate(sizes):
-        outcome, probabilities = draft.receive(10), draft.receive(10)
-        assert (outcome.session, outcome.round, outcome.payload) == (7, i, list(range(size)))
-        assert torch.equal(probabilities.payload, torch.full((size,), float(i)))
-    assert target.receive(10).payload == list(range(200_000))
-
-
 def test_a_message_that_comes_as_the_wait_ends_is_not_lost(ends):
     target, draft = ends
     for i in range(200):

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import QuantoConfig
+from transformers import MambaConfig, MambaForCausalLM, QuantoConfig
 from transformers.utils import logging
 
 import hf_ssd
@@ -69,9 +69,17 @@ def started(monkeypatch):
     return processes
 
 
-def test_a_draft_that_does_not_load_says_why_in_the_first_line_and_leaves_no_process(tmp_path, started):
-    tiny_draft().config.save_pretrained(tmp_path)
-    with pytest.raises(hf_ssd.DraftError, match="could not load its model: OSError: .*safetensors.*\n.*Traceback"):
+@pytest.mark.parametrize(
+    "model, words",
+    [
+        (tiny_draft().config, "could not load its model: OSError: .*safetensors.*\n.*Traceback"),
+        (MambaForCausalLM(MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=97)), "cannot be rolled back"),
+    ],
+    ids=["without weights", "recurrent"],
+)
+def test_a_worker_that_cannot_draft_says_why_in_the_first_line_and_leaves_no_process(model, words, tmp_path, started):
+    model.save_pretrained(tmp_path)
+    with pytest.raises(hf_ssd.DraftError, match=words):
         hf_ssd.launch_draft(tmp_path)
     assert [worker.poll() is None for worker in started] == [False]
 
@@ -103,14 +111,6 @@ def test_a_folder_with_adapters_has_the_config_of_their_model(tmp_path, monkeypa
         config_at(tmp_path / "adapter")
 
 
-def test_a_recurrent_draft_is_refused_by_the_worker(tmp_path):
-    from transformers import MambaConfig, MambaForCausalLM
-
-    MambaForCausalLM(MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=97)).save_pretrained(tmp_path)
-    with pytest.raises(hf_ssd.DraftError, match="cannot be rolled back"):
-        hf_ssd.launch_draft(tmp_path)
-
-
 def test_a_worker_that_dies_while_it_starts_is_explained(monkeypatch, tmp_path, folder, fresh_python):
     (tmp_path / "hf_ssd").mkdir()
     (tmp_path / "hf_ssd" / "__init__.py").write_text("raise ImportError('this installation is broken')")
@@ -136,11 +136,15 @@ def test_a_worker_that_dies_while_it_connects_is_noticed_at_once(monkeypatch, st
     is_over.set()
 
 
-def test_bad_arguments(monkeypatch):
-    with pytest.raises(ValueError, match="already loaded"):
-        hf_ssd.launch_draft(tiny_model(), dtype="bfloat16")
-    with pytest.raises(ValueError, match="`num_threads` is 99"):
-        hf_ssd.launch_draft(tiny_model(), num_threads=99)
+def test_bad_arguments(draft, monkeypatch):
+    for options, words in [
+        ({"dtype": "bfloat16"}, "already loaded"),
+        ({"num_threads": 99}, "`num_threads` is 99"),
+        ({"device": "cpu", "devices": ["cpu"]}, "takes the place of `device`"),
+        ({"devices": []}, "one device for each worker"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            hf_ssd.launch_draft(draft, **options)
     monkeypatch.setattr("hf_ssd.devices.accelerators", lambda: [torch.device("cuda:0")])
     with pytest.raises(ValueError, match="is for a draft on the CPU"):
         hf_ssd.launch_draft("anything", device="cuda:0", num_threads=1)

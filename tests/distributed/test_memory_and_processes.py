@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessorList
 
 import hf_ssd
 from hf_ssd.distributed import launch, meeting, worker_process
@@ -19,6 +19,7 @@ from hf_ssd.distributed.sessions import DraftError
 from hf_ssd.distributed.worker_process import WorkerProcess
 from hf_ssd.drafting.draft_info import DraftInfo
 
+from ..helpers.at_length import AtLength
 from ..helpers.calls import call
 from ..helpers.programs import run
 from ..helpers.thread_worker import ThreadWorker
@@ -35,19 +36,6 @@ def workers_are(monkeypatch, command: list[str]) -> None:
 
 
 # ---------------------------------------------------------------- memory
-
-
-class Interrupt(LogitsProcessor):
-    """Ends a call after some rounds as Ctrl-C does."""
-
-    def __init__(self):
-        self.calls = 0
-
-    def __call__(self, input_ids, scores):
-        self.calls += 1
-        if self.calls > 5:
-            raise KeyboardInterrupt
-        return scores
 
 
 def tensors_left(step) -> int:
@@ -73,8 +61,13 @@ def generate(target, draft, config, **options):
 
 
 def generate_broken_off(target, draft, config):
+    """As by Ctrl-C, after some rounds."""
     with pytest.raises(KeyboardInterrupt):
-        generate(target, draft, config, logits_processor=LogitsProcessorList([Interrupt()]))
+        generate(target, draft, config, logits_processor=LogitsProcessorList([AtLength(14, interrupt)]))
+
+
+def interrupt():
+    raise KeyboardInterrupt
 
 
 CALLS = {

@@ -175,40 +175,39 @@ def test_two_ranks(pair, tmp_path, expected, how):
 # ---------------------------------------------------------------- errors before work
 
 
-def test_without_torchrun():
+def is_rank(monkeypatch, rank, ranks):
+    """The environment that torchrun gives to a rank."""
+    for name, value in {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}.items():
+        monkeypatch.setenv(name, str(value))
+
+
+def roles_of(**known):
+    """Roles of which no more is known."""
+    roles = object.__new__(Roles)
+    vars(roles).update(known)
+    return roles
+
+
+def test_without_torchrun_and_with_too_few_ranks(monkeypatch):
     with pytest.raises(RuntimeError, match="torchrun --nproc-per-node 2"):
         init_roles()
-
-
-@pytest.mark.parametrize("drafts", [0, 2, 3])
-def test_too_few_ranks(monkeypatch, drafts):
-    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
-        monkeypatch.setenv(name, str(value))
+    is_rank(monkeypatch, 0, 2)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
-    with pytest.raises(ValueError, match="at least one must draft and at least one hold the target"):
-        init_roles(drafts)
+    for drafts in (0, 2, 3):
+        with pytest.raises(ValueError, match="at least one must draft and at least one hold the target"):
+            init_roles(drafts)
 
 
-@pytest.mark.parametrize(
-    "heads, kv_heads, ranks, words", [(4, 4, 3, "4 attention heads"), (8, 2, 4, "2 key-value heads")]
-)
-def test_heads_that_cannot_be_shared_are_refused_before_loading(heads, kv_heads, ranks, words):
-    roles = object.__new__(Roles)
-    roles.tp_size = ranks
-    config = LlamaConfig(num_attention_heads=heads, num_key_value_heads=kv_heads)
-    with pytest.raises(ValueError, match=f"{words}, which {ranks} ranks cannot share equally; use 1 or 2"):
-        roles.target_config(config)
-
-
-def test_each_rank_has_its_part():
-    roles = object.__new__(Roles)
-    roles.is_draft = False
+def test_heads_that_cannot_be_shared_are_refused_before_loading_and_each_rank_has_its_part():
+    for heads, kv_heads, ranks, words in [(4, 4, 3, "4 attention heads"), (8, 2, 4, "2 key-value heads")]:
+        config = LlamaConfig(num_attention_heads=heads, num_key_value_heads=kv_heads)
+        with pytest.raises(ValueError, match=f"{words}, which {ranks} ranks cannot share equally; use 1 or 2"):
+            roles_of(tp_size=ranks).target_config(config)
     with pytest.raises(ValueError, match="only draft ranks serve"):
-        roles.serve("somewhere")
-    roles.is_draft = True
+        roles_of(is_draft=False).serve("somewhere")
     with pytest.raises(ValueError, match="call `roles.serve"):
-        roles.draft  # noqa: B018
+        roles_of(is_draft=True).draft  # noqa: B018
 
 
 def test_draft_ranks_are_told_that_the_target_is_done_whatever_happens_to_the_draft(monkeypatch):
@@ -216,10 +215,8 @@ def test_draft_ranks_are_told_that_the_target_is_done_whatever_happens_to_the_dr
         def close(self):
             raise KeyboardInterrupt
 
-    roles, told = object.__new__(Roles), []
-    roles.is_draft, roles.is_leader, roles._is_done, roles.num_draft_ranks, roles.tp_size = False, True, False, 2, 1
-    roles.__dict__["draft"] = Broken()
-    roles._process = os.getpid()
+    parts = {"is_draft": False, "is_leader": True, "num_draft_ranks": 2, "tp_size": 1, "draft": Broken()}
+    roles, told = roles_of(**parts, _is_done=False, _process=os.getpid()), []
     notes = SimpleNamespace(set=lambda key, _: told.append(key))
     monkeypatch.setattr(Roles, "_place", lambda self, index: {})
     monkeypatch.setattr("hf_ssd.distributed.roles.join", lambda place, timeout: notes)
@@ -232,8 +229,7 @@ def test_draft_ranks_are_told_that_the_target_is_done_whatever_happens_to_the_dr
 def one_visible_accelerator(monkeypatch):
     """Rank 1 of 3, which is shown one accelerator, its own, and what torch is asked for."""
     asked = {}
-    for name, value in {"RANK": 1, "WORLD_SIZE": 3, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 3}.items():
-        monkeypatch.setenv(name, str(value))
+    is_rank(monkeypatch, 1, 3)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
@@ -254,8 +250,7 @@ def test_the_group_of_the_ranks_waits_for_sharded_loading_and_knows_its_device(o
 
 
 def test_a_draft_rank_that_is_shown_only_its_own_accelerator_drafts_there(one_visible_accelerator, monkeypatch):
-    monkeypatch.setenv("RANK", "2")
-    monkeypatch.setenv("LOCAL_RANK", "2")
+    is_rank(monkeypatch, 2, 3)
     roles = Roles(num_draft_ranks=1)
     assert roles.is_draft and (roles.device.type, roles.worker_device) == ("cpu", torch.device("cuda:0"))
 

@@ -14,14 +14,9 @@ from hf_ssd.rounds import AHEAD, CUSTOM, Outcome, Plan
 from ..helpers.at_length import AtLength
 from ..helpers.calls import call
 from ..helpers.loopback import Loopback
-from ..helpers.tiny import ready, tiny_draft
+from ..helpers.tiny import ready
 
 BUDGET = 6
-
-
-@pytest.fixture(scope="module")
-def draft():
-    return tiny_draft()
 
 
 @pytest.fixture(scope="module")
@@ -146,10 +141,3 @@ def test_one_that_does_not_start_again_is_left_out(target, two, warnings, monkey
         worker.kill()
     assert generate(target, ready(two), do_sample=False).ssd_stats.hit_rate > 0
     assert all(worker.is_alive for worker in two.workers)
-
-
-def test_devices_are_checked():
-    with pytest.raises(ValueError, match="takes the place of `device`"):
-        hf_ssd.launch_draft(tiny_draft(), device="cpu", devices=["cpu"])
-    with pytest.raises(ValueError, match="one device for each worker"):
-        hf_ssd.launch_draft(tiny_draft(), devices=[])

@@ -1,5 +1,6 @@
 """The draft's weights are shared with its worker: they stay as the user left them, and the draft works with them."""
 
+import contextlib
 import gc
 import json
 import os
@@ -91,19 +92,13 @@ def test_the_first_call_does_not_copy_the_weights_of_its_draft(target, monkeypat
         return version
 
     monkeypatch.setattr(SharedWeights, "fill", noted)
-    inputs = {
-        "input_ids": torch.tensor([[3, 5, 7]]),
-        "max_new_tokens": 4,
-        "assistant_model": draft,
-        "ssd_config": CONFIG,
-    }
     for _ in range(2):
-        target.generate(**inputs)
+        call(target, draft, new_tokens=4)
         ready(assistant_for(draft))
     assert len(threads) == 1 and threads[0] is not threading.main_thread()
     with torch.no_grad():
         draft.lm_head.weight.mul_(2)
-    target.generate(**inputs)
+    call(target, draft, new_tokens=4)
     assert threads[1:] == [threading.main_thread()]
 
 
@@ -120,34 +115,30 @@ def assert_untouched(model, before):
         assert tensor.dtype == dtype and tensor.data_ptr() == address and torch.equal(tensor, values), name
 
 
+def change_shared_modules(target, draft):
+    target.load_state_dict(tiny_model(seed=7).state_dict())
+
+
 CHANGES = {
-    "fill": lambda draft: draft.model.layers[1].mlp.up_proj.weight.detach().fill_(0.5),
-    "halve": lambda draft: draft.to(torch.bfloat16),  # so that there is a new worker
+    "fill": lambda target, draft: draft.model.layers[1].mlp.up_proj.weight.detach().fill_(0.5),
+    "halve": lambda target, draft: draft.to(torch.bfloat16),  # so that there is a new worker
+    "modules that draft and target share": change_shared_modules,
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_weights_that_change_after_the_worker_copied_them_stay_changed(target, change):
-    draft = tiny_draft()
+def test_weights_that_change_after_the_worker_copied_them_stay_changed(change):
+    target, draft = hf_ssd.enable(tiny_model()), tiny_draft()
+    if CHANGES[change] is change_shared_modules:
+        draft.model.embed_tokens, draft.lm_head = target.model.embed_tokens, target.lm_head
     call(target, draft, new_tokens=2)  # which starts the worker
     assistant_for(draft).workers[0].thread.join(60)
-    CHANGES[change](draft)
-    before = snapshot(draft)
+    CHANGES[change](target, draft)
+    before = [snapshot(model) for model in (target, draft)]
     ready(assistant_for(draft))
     assert modes(call(target, draft)) == {AHEAD}
-    assert_untouched(draft, before)
-
-
-def test_modules_that_draft_and_target_share_stay_the_target_s():
-    target, draft = hf_ssd.enable(tiny_model()), tiny_draft()
-    draft.model.embed_tokens, draft.lm_head = target.model.embed_tokens, target.lm_head
-    call(target, draft, new_tokens=2)
-    assistant_for(draft).workers[0].thread.join(60)
-    target.load_state_dict(tiny_model(seed=7).state_dict())
-    before = snapshot(target)
-    ready(assistant_for(draft))
-    assert modes(call(target, draft)) == {AHEAD}
-    assert_untouched(target, before)
+    for model, of_model in zip((target, draft), before):
+        assert_untouched(model, of_model)
 
 
 def test_a_draft_that_is_given_up_after_its_worker_was_started_leaves_memory():
@@ -176,36 +167,29 @@ def write_through_data(draft, state):
         parameter.data.copy_(state[name])
 
 
-@pytest.mark.parametrize("change", [assign, set_data, write_through_data])
-def test_a_running_worker_drafts_with_new_weights(target, change):
-    draft = tiny_model(seed=5)
+def load(draft, state):
+    draft.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    "change, length, mode",
+    [
+        (assign, 8, contextlib.nullcontext),
+        (set_data, 8, contextlib.nullcontext),
+        (write_through_data, 8, contextlib.nullcontext),
+        (load, 100, contextlib.nullcontext),  # the next text goes on from this one, whose cache the worker has kept
+        (load, 8, torch.inference_mode),  # whose tensors have no version
+    ],
+)
+def test_a_running_worker_drafts_with_new_weights(target, change, length, mode):
+    with mode():
+        draft = tiny_model(seed=5).requires_grad_(mode is contextlib.nullcontext)
     with hf_ssd.launch_draft(draft, num_threads=1) as assistant:
-        assert call(target, assistant).acceptance_rate < 0.3
-        change(draft, {name: tensor.clone() for name, tensor in target.state_dict().items()})
-        stats = call(target, assistant)
+        with mode():
+            assert call(target, assistant, length).acceptance_rate < 0.3
+            change(draft, {name: tensor.clone() for name, tensor in target.state_dict().items()})
+        stats = call(target, assistant, length + 10, new_tokens=30)
         assert modes(stats) == {AHEAD} and stats.acceptance_rate == 1 and assistant.restarts == 0
-
-
-def test_keys_and_values_of_old_weights_are_dropped(target):
-    """The second call's text goes on from the first one's, whose cache the worker has kept."""
-    draft = tiny_model(seed=5)
-    with hf_ssd.launch_draft(draft, num_threads=1) as assistant:
-        call(target, assistant, length=100)
-        draft.load_state_dict(target.state_dict())
-        stats = call(target, assistant, length=110, new_tokens=30)
-        assert modes(stats) == {AHEAD} and stats.acceptance_rate == 1
-
-
-def test_weights_that_were_made_in_inference_mode(target):
-    with torch.inference_mode():  # such tensors have no version
-        draft = tiny_model(seed=5)
-        draft.requires_grad_(False)
-        call(target, draft, new_tokens=2)
-        ready(assistant_for(draft))
-        assert call(target, draft).acceptance_rate < 0.3
-        draft.load_state_dict(target.state_dict())
-    stats = call(target, draft)
-    assert modes(stats) == {AHEAD} and stats.acceptance_rate == 1
 
 
 def test_a_draft_of_another_dtype_gets_a_new_worker(target):
@@ -246,14 +230,6 @@ class Packed(torch.Tensor):
     pass
 
 
-def cut_a_layer(draft, folder):
-    draft.model.layers = draft.model.layers[:2]
-
-
-def replace_a_module(draft, folder):
-    draft.model.layers[0].input_layernorm = torch.nn.Identity()
-
-
 def pack_a_weight(draft, folder):
     layer = draft.model.layers[0].mlp.up_proj
     layer.weight = torch.nn.Parameter(layer.weight.detach().as_subclass(Packed), requires_grad=False)
@@ -274,8 +250,12 @@ CHANGED = {  # adapters are refused in tests/conformance/test_errors.py
         "`model.layers.0.self_attn.q_proj` is torch.ao.nn.quantized.dynamic.modules.linear.Linear "
         "and would be torch.nn.modules.linear.Linear"
     ),
-    cut_a_layer: "`model.layers.2` is missing and would be transformers.models.llama.modeling_llama.LlamaDecoderLayer",
-    replace_a_module: "is torch.nn.modules.linear.Identity and would be",
+    lambda draft, _: setattr(draft.model, "layers", draft.model.layers[:2]): (
+        "`model.layers.2` is missing and would be transformers.models.llama.modeling_llama.LlamaDecoderLayer"
+    ),
+    lambda draft, _: setattr(draft.model.layers[0], "input_layernorm", torch.nn.Identity()): (
+        "is torch.nn.modules.linear.Identity and would be"
+    ),
     pack_a_weight: "up_proj.weight` is no plain tensor, but a tests.distributed.test_weights.Packed",
     add_a_hook: "`model.layers.1` is .*LlamaDecoderLayer with forward hooks and would be",
     replace_a_forward: "`model.layers.0.mlp` is .*LlamaMLP with a forward of its own and would be",

@@ -23,13 +23,6 @@ def slow_target():
     return target
 
 
-@pytest.fixture(scope="module")
-def assistant():
-    """A worker whose draft always agrees."""
-    with hf_ssd.launch_draft(tiny_model(), num_threads=1) as assistant:
-        yield assistant
-
-
 def call(target, assistant, new_tokens=NEW_TOKENS, **options):
     options = {"do_sample": False, "return_dict_in_generate": True, "ssd_config": hf_ssd.SSDConfig(), **options}
     output = target.generate(**padded_batch(1), assistant_model=assistant, max_new_tokens=new_tokens, **options)
@@ -55,10 +48,8 @@ def call_ahead(*arguments, **options):
 
 @pytest.mark.slow
 def test_several_drafts_draft_ahead():
-    target = slow_target()
     with hf_ssd.launch_draft(tiny_model(), num_threads=1, **TWO) as drafts:
-        call(target, drafts, 1)
-        call_ahead(target, drafts)
+        call_ahead(slow_target(), drafts)
 
 
 @pytest.mark.slow
@@ -73,16 +64,11 @@ def test_a_fallback_object_is_asked_and_drafts_ahead(launch, budget):
     assert fallback.asked and any(CUSTOM in record.sources for record in records)
 
 
-def test_a_call_that_is_all_plain_says_so(assistant):
-    stats = call(slow_target(), assistant, 4)
-    assert set(stats.column("mode")) == {PLAIN} and "decoded plainly" in stats.reason
-    assert "0.0 ms" not in stats.reason
-
-
-def test_what_is_known_of_a_pair_ends_with_its_models(assistant):
+def test_a_call_that_is_all_plain_says_so_and_what_is_known_of_a_pair_ends_with_its_models(assistant):
     gc.collect()
     target, before = slow_target(), len(planner._pairs)
-    call(target, assistant, 4)
+    stats = call(target, assistant, 4)
+    assert set(stats.column("mode")) == {PLAIN} and "decoded plainly" in stats.reason and "0.0 ms" not in stats.reason
     assert len(planner._pairs) == before + 1
     del target
     gc.collect()
