@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import threading
 import time
 import urllib.request
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import openai
 import psutil
@@ -35,6 +37,14 @@ REQUESTS = {  # of two tokens
     COMPLETIONS: {"prompt": PROMPT, "max_tokens": 2},
     RESPONSES: {"input": PROMPT, "max_output_tokens": 2},
 }
+
+
+def target_folder(tmp_path_factory, **tokenizer_config) -> str:
+    """Returns a folder of the embedded target with some other settings of its tokenizer."""
+    folder = shutil.copytree(PAIR / "target", tmp_path_factory.mktemp("models") / "target")
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | tokenizer_config))
+    return str(folder)
 
 
 class Client:
@@ -66,6 +76,18 @@ class Client:
         families = text_string_to_metric_families(self.get("/metrics"))
         samples = [sample for family in families for sample in family.samples]
         return {sample.labels.get("end", sample.name.removeprefix("hf_ssd_")): sample.value for sample in samples}
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.stop()
+
+    def live(self, **body) -> list[dict]:
+        """Returns the events that the page gets for a request."""
+        headers = {"authorization": f"Bearer {self.key}"}
+        written = requests.post(f"{self.url}/live", json=body, headers=headers, timeout=60).content.decode()
+        return [json.loads(line.removeprefix("data: ")) for line in written.split("\n\n") if line]
 
     def complete(self, prompt: str, tokens: int, **options):
         return self.client.completions.create(
@@ -136,9 +158,11 @@ class ServerProcess(Client):
         return self.log.read()
 
     def worker(self) -> psutil.Process:
-        """Returns the draft's process."""
-        children = psutil.Process(self.process.pid).children(recursive=True)
-        return next(child for child in children if "hf_ssd.distributed.worker" in " ".join(child.cmdline()))
+        """Returns the draft's process, which has the other end of a connection that is no client's."""
+        connections, port = psutil.net_connections("tcp"), urlsplit(self.url).port
+        ours = [one for one in connections if one.pid == self.process.pid and one.raddr and one.laddr.port != port]
+        far_ends = {(one.raddr, one.laddr) for one in ours}
+        return next(psutil.Process(one.pid) for one in connections if one.pid and (one.laddr, one.raddr) in far_ends)
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         """Interrupts it, and returns its exit code."""

@@ -1,7 +1,7 @@
 """Servers that tests share, a browser, and what plain generation answers."""
 
-import json
 import signal
+import subprocess
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ import hf_ssd
 
 from ..helpers import vocabularies
 from ..helpers.browser import start_browser
-from ..helpers.servers import LONG, PAIR, ServerProcess, ServerThread
+from ..helpers.servers import LONG, PAIR, ServerProcess, ServerThread, target_folder
 from ..helpers.tiny import tiny_draft, tiny_model
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -20,22 +20,15 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 @pytest.fixture(scope="package")
 def chat_model(tmp_path_factory) -> str:
     """Returns a folder of the embedded target with the simplest chat template."""
-    folder = tmp_path_factory.mktemp("models") / "target"
-    folder.mkdir()
-    for file in (PAIR / "target").iterdir():
-        (folder / file.name).symlink_to(file)
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").unlink()
-    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": TEMPLATE}))
-    return str(folder)
+    return target_folder(tmp_path_factory, chat_template=TEMPLATE)
 
 
 @pytest.fixture(scope="package")
-def server(chat_model):
-    """A server whose plan is fixed, so that it speculates however busy the machine is."""
-    server = ServerProcess(chat_model, "--lookahead", "3", "--budget", "4")
-    yield server
-    assert server.ends_with_its_worker(signal.SIGINT)  # as Ctrl-C does
+def program(chat_model):
+    """`hf-ssd serve`, whose plan is fixed, so that it speculates however busy the machine is."""
+    program = ServerProcess(chat_model, "--lookahead", "3", "--budget", "4", start=subprocess.Popen)
+    yield program
+    assert program.ends_with_its_worker(signal.SIGINT)  # as Ctrl-C does
 
 
 @pytest.fixture(scope="session")
@@ -59,11 +52,10 @@ def tiny_draft_folder(tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="session")
-def tiny_server(tiny_folder, assistant):
+def server(tiny_folder, assistant):
     """A server in this process, with a fixed plan, and the workers that all tests share."""
-    server = ServerThread(tiny_folder, assistant, hf_ssd.SSDConfig(lookahead=3, budget=4))
-    yield server
-    server.stop()
+    with ServerThread(tiny_folder, assistant, hf_ssd.SSDConfig(lookahead=3, budget=4)) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

@@ -3,9 +3,6 @@ An answer with a tool call that was cut, or that cannot be read, is its raw text
 cut within a character.
 """
 
-import json
-import shutil
-
 import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
@@ -13,7 +10,7 @@ from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS as KNOWN
 
 import hf_ssd
 
-from ..helpers.servers import PAIR, ServerThread
+from ..helpers.servers import ServerThread, target_folder
 from ..helpers.suites import slowly
 from ..helpers.tiny import tiny_model
 
@@ -30,12 +27,7 @@ ASK = {"messages": MESSAGES, "tools": TOOLS, "temperature": 0}
 
 def caller_folder(tmp_path_factory) -> str:
     """Returns a folder of the embedded target with the templates of a model that calls tools as Qwen's models do."""
-    folder = tmp_path_factory.mktemp("models") / "caller"
-    shutil.copytree(PAIR / "target", folder)
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    config |= {"chat_template": CHAT, "response_template": QWEN}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return str(folder)
+    return target_folder(tmp_path_factory, chat_template=CHAT, response_template=QWEN)
 
 
 @pytest.fixture(scope="module")
@@ -43,20 +35,22 @@ def server(tmp_path_factory):
     """Its tokens are forced, so its model has the tokenizer of the embedded target and a single layer."""
     folder, sizes = caller_folder(tmp_path_factory), {"vocab_size": 2048, "max_position_embeddings": 2048}
     tiny_model(**sizes, num_hidden_layers=1, bos_token_id=0, eos_token_id=0).save_pretrained(folder)
-    server = ServerThread(folder, None, hf_ssd.SSDConfig(drafter="ngram"))
-    yield server
-    server.stop()
+    with ServerThread(folder, None, hf_ssd.SSDConfig(drafter="ngram")) as server:
+        yield server
 
 
 class Forced(LogitsProcessor):
-    """Lets nothing but these tokens follow a prompt of this length."""
+    """Lets nothing but these tokens follow a prompt of this length, and then the last one again, or any."""
 
-    def __init__(self, tokens: list[int], length: int):
-        self.tokens, self.length = tokens, length
+    def __init__(self, tokens: list[int], length: int, goes_on: bool = False):
+        self.tokens, self.length, self.goes_on = tokens, length, goes_on
 
     def __call__(self, input_ids, scores):
+        place, last = input_ids.shape[1] - self.length, len(self.tokens) - 1
+        if self.goes_on and place > last:
+            return scores
         only = torch.full_like(scores, -torch.inf)
-        only[:, self.tokens[min(input_ids.shape[1] - self.length, len(self.tokens) - 1)]] = 0
+        only[:, self.tokens[min(place, last)]] = 0
         return only
 
 
@@ -94,11 +88,6 @@ def answers(server, **options) -> list[tuple]:
     return found
 
 
-def test_a_tool_call_that_is_complete_is_a_tool_call(server, says):
-    says(f"Sure.\n{CALL}")
-    assert answers(server, max_tokens=200) == [("Sure.", "", ["f"], "tool_calls")] * 2
-
-
 def test_an_answer_that_ends_within_a_tool_call_is_its_text(server, says):
     tokens = says(f"Sure.\n{CALL}")
     first = next(i for i in range(len(tokens)) if "<tool_call>" in server.processor.decode(tokens[:i]))
@@ -112,23 +101,23 @@ def test_an_answer_that_ends_within_a_tool_call_is_its_text(server, says):
         assert not events[-1].response.error
 
 
-@pytest.mark.parametrize("inside", ['{"name": f}', "", "5", "[]", '{"name": "f"}', '{"name": 5, "arguments": {}}'])
-def test_a_tool_call_that_cannot_be_read_is_its_text(server, says, inside):
-    text = f"Sure.\n<tool_call>\n{inside}\n</tool_call>\nDone."
+SAID = f"Sure.\n{CALL}"
+INSIDE = ('{"name": f}', "", "5", "[]", '{"name": "f"}', '{"name": 5, "arguments": {}}')  # what cannot be read
+UNREADABLE = [f"Sure.\n<tool_call>\n{inside}\n</tool_call>\nDone." for inside in INSIDE]
+STOPS = ("<tool_call>", "tool_c", '"arguments"', '{"a')
+ANSWERS = [  # what the model writes, stop strings, and what the client gets
+    (SAID, [], ("Sure.", "", ["f"], "tool_calls")),
+    # What comes before a call that cannot be read stays as it is.
+    (f"<think>So.</think>{SAID}\n<tool_call>\n{{", [], ("Sure.\n<tool_call>\n{", "So.", ["f"], "tool_calls")),
+    *((text, [], (text, "", [], "stop")) for text in UNREADABLE),
+    *((SAID, [stop], (SAID[: SAID.index(stop)], "", [], "stop")) for stop in STOPS),
+]
+
+
+@pytest.mark.parametrize("text, stop, answer", ANSWERS)
+def test_a_tool_call_is_one_if_it_is_whole_and_can_be_read_and_text_otherwise(server, says, text, stop, answer):
     says(text)
-    assert answers(server, max_tokens=200) == [(text, "", [], "stop")] * 2
-
-
-@pytest.mark.parametrize("stop", ["<tool_call>", "tool_c", '"arguments"', '{"a'])
-def test_a_stop_string_within_a_tool_call_ends_the_text(server, says, stop):
-    text = f"Sure.\n{CALL}"
-    says(text)
-    assert answers(server, max_tokens=200, stop=[stop]) == [(text[: text.index(stop)], "", [], "stop")] * 2
-
-
-def test_what_comes_before_the_tool_call_that_cannot_be_read_stays_as_it_is(server, says):
-    says(f"<think>So.</think>Sure.\n{CALL}\n<tool_call>\n{{")
-    assert answers(server, max_tokens=200) == [("Sure.\n<tool_call>\n{", "So.", ["f"], "tool_calls")] * 2
+    assert answers(server, max_tokens=200, stop=stop) == [answer] * 2
 
 
 CHARACTERS = (

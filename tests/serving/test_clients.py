@@ -21,9 +21,8 @@ COUNT = 24
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     folder = caller_folder(tmp_path_factory)
-    server = ServerThread(folder, None, hf_ssd.SSDConfig(drafter="ngram", lookahead=4))
-    yield server
-    server.stop()
+    with ServerThread(folder, None, hf_ssd.SSDConfig(drafter="ngram", lookahead=4)) as server:
+        yield server
     shutil.rmtree(folder)
 
 

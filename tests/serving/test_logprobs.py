@@ -4,21 +4,15 @@ import json
 
 import openai
 import pytest
-import requests
 import torch
 
 from hf_ssd.serving import calls, limits, logprobs
 
-from ..helpers.servers import CHAT, COMPLETIONS, PROMPT, within
+from ..helpers.servers import COMPLETIONS, PROMPT
 from ..helpers.suites import slowly
 
 COUNT = 40
 SPECIAL = ("<pad>", "<s>")  # are not shown
-
-
-@pytest.fixture
-def server(tiny_server):
-    return tiny_server
 
 
 @pytest.fixture
@@ -225,47 +219,8 @@ def test_the_prompt_stands_before_the_text(server, names, speculates, is_streame
         assert all(len(top) in (2, 3) for top in found["top_logprobs"][1:])
 
 
-@pytest.mark.parametrize(
-    "path, request_, sentence",
-    [
-        (COMPLETIONS, {"suffix": "end"}, "`suffix` is not supported."),
-        (CHAT, {"top_logprobs": 3}, "`top_logprobs` needs `logprobs` to be true."),
-        (CHAT, {"logprobs": True, "top_logprobs": 21}, "`top_logprobs`: Input should be less than or equal to 20."),
-        (COMPLETIONS, {"logprobs": 6}, "`logprobs`: Input should be less than or equal to 5."),
-        (COMPLETIONS, {"n": 9}, "`n`: Input should be less than or equal to 8."),
-        (CHAT, {"n": 0}, "`n`: Input should be greater than or equal to 1."),
-        (CHAT, {"echo": True}, "Unknown parameter: `echo`. Settings of transformers can stand in `generation_config`."),
-    ],
-)
-def test_what_is_beyond_the_limits_is_refused_with_one_sentence(server, path, request_, sentence):
-    assert server.refusal(path, **request_) == sentence
-
-
 def test_several_choices_are_refused_once(server):
     before = server.figures()["refused"]
     settings = json.dumps({"max_new_tokens": 2, "suppress_tokens": [97]})
     assert "names token 97" in server.refusal(COMPLETIONS, n=4, generation_config=settings)
     assert server.figures()["refused"] == before + 2, "whole and streamed"
-
-
-def test_a_client_that_leaves_several_choices_ends_them_all(server):
-    before = server.figures()
-    stream = server.complete(PROMPT, 5000, stream=True, n=4, temperature=1.0)
-    next(iter(stream))
-    stream.close()
-    assert within(20, lambda: server.figures()["cancelled"] == before["cancelled"] + 1)
-    assert server.complete(PROMPT, 2).usage.completion_tokens == 2
-
-
-def test_an_error_of_several_choices_reaches_the_client_once(server, monkeypatch):
-    def fail(streamer, **kwargs):
-        streamer.put(torch.tensor([[5]]))
-        streamer.put(torch.tensor([5]))
-        raise RuntimeError("Nothing is left.")
-
-    monkeypatch.setattr(server.loaded_model, "generate", fail)
-    body = json.dumps({"prompt": PROMPT, "max_tokens": 5, "n": 3, "stream": True}).encode()
-    written = requests.post(server.url + COMPLETIONS, data=body, timeout=60).text
-    assert written.count("Nothing is left.") == 1 and written.count('"server_error"') == 1
-    with pytest.raises(openai.InternalServerError, match="is left"):
-        server.complete(PROMPT, 5, n=3)

@@ -21,9 +21,9 @@ MESSAGES = [{"role": "user", "content": PROMPT}]
 
 @pytest.fixture(scope="module")
 def limited(tiny_folder, assistant):
-    server = ServerThread(tiny_folder, assistant, PLAN, name="small", key="secret", api_key="secret", max_tokens=5)
-    yield server
-    server.stop()
+    options = {"name": "small", "key": "secret", "api_key": "secret", "max_tokens": 5}
+    with ServerThread(tiny_folder, assistant, PLAN, **options) as server:
+        yield server
 
 
 def test_only_clients_with_the_key_are_served(limited):
@@ -45,13 +45,11 @@ def test_no_answer_has_more_tokens_than_the_server_allows(limited):
     assert limited.complete("abc", 3).usage.completion_tokens == 3
     answer = limited.client.chat.completions.create(model="small", messages=MESSAGES, temperature=0)
     assert answer.usage.completion_tokens == 5 and answer.choices[0].finish_reason == "length"
-    body, headers = {"prompt": "abc", "max_new_tokens": 100}, {"authorization": "Bearer secret"}
-    lines = requests.post(limited.url + "/live", json=body, headers=headers, timeout=20).content.decode().split("\n\n")
-    events = [json.loads(line.removeprefix("data: ")) for line in lines if line]
+    events = limited.live(prompt="abc", max_new_tokens=100)
     assert [event["count"] for event in events if "count" in event][-1] == 5
 
 
-def test_decisions_know_every_name_of_the_model(tiny_server, limited):
+def test_decisions_know_every_name_of_the_model(limited):
     pytest.importorskip("transformers.cli.serving.systemone")
     question = {"type": "noul", "instructions": "a"}
     body = {"state": "abc", "questions": {"first": question}}
@@ -71,17 +69,13 @@ def test_a_server_keeps_no_second_copy_of_packed_weights_and_compares_with_plain
 
     monkeypatch.setattr(Model, "load_for_requests", owned)
     config, plain = dataclasses.replace(PLAN, pack_weights=True), AutoModelForCausalLM.from_pretrained(tiny_folder)
-    server = ServerThread(tiny_folder, assistant, config)
-    try:
-        texts, body = [], {"prompt": PROMPT, "max_new_tokens": COUNT}
+    with ServerThread(tiny_folder, assistant, config) as server:
+        texts = []
         for draft in (True, False):
-            lines = requests.post(server.url + "/live", json={**body, "draft": draft}, timeout=20).text.split("\n\n")
-            events = [json.loads(line.removeprefix("data: ")) for line in lines if line]
+            events = server.live(prompt=PROMPT, max_new_tokens=COUNT, draft=draft)
             texts.append("".join(text for event in events for text, _ in event.get("tokens", ())))
         answer = server.complete(PROMPT, COUNT).choices[0].text
         assert server.figures()["accepted_total"] > 0
-    finally:
-        server.stop()
     assert server.loaded_model.lm_head.weight.isnan().all()
     ids = server.processor(PROMPT, return_tensors="pt").input_ids
     tokens = plain.generate(ids, max_new_tokens=COUNT, do_sample=False)[0, ids.shape[1] :]
@@ -99,12 +93,9 @@ def test_a_server_speculates_with_a_draft_of_another_tokenizer(tiny_folder):
     names = {"tokenizer": vocabularies.TARGET, "assistant_tokenizer": DRAFT}
     tokenizers = {name: vocabularies.tokenizer(tokens) for name, tokens in names.items()}
     with hf_ssd.launch_draft(draft, num_threads=1) as assistant:
-        server = ServerThread(tiny_folder, assistant, PLAN, tokenizers)
-        try:
+        with ServerThread(tiny_folder, assistant, PLAN, tokenizers) as server:
             answers = [server.complete(PROMPT, COUNT), *server.complete(PROMPT, COUNT, stream=True)]
             figures = server.figures()
-        finally:
-            server.stop()
     inputs = server.processor(PROMPT, return_tensors="pt", return_token_type_ids=False)
     output = server.loaded_model.generate(**inputs, max_new_tokens=COUNT, do_sample=False, ssd_config=None)
     expected = server.processor.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)

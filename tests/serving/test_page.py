@@ -1,10 +1,8 @@
 """The page, in a browser without a screen."""
 
 import itertools
-import json
 import re
 import shutil
-import urllib.request
 
 import pytest
 from selenium.webdriver.common.by import By
@@ -28,9 +26,8 @@ PROMPT = "import os\n\ndef main("
 def server(chat_model):
     """A server in this process, with the embedded pair and a fixed plan, of trees."""
     with launch_draft(str(PAIR / "draft"), num_threads=1) as assistant:
-        server = ServerThread(chat_model, assistant, PLAN)
-        yield server
-        server.stop()
+        with ServerThread(chat_model, assistant, PLAN) as server:
+            yield server
 
 
 @pytest.fixture
@@ -190,9 +187,7 @@ def test_nothing_is_fetched_from_elsewhere(page, server):
 
 def test_a_request_with_a_history_says_how_much_it_reads(server, plain):
     body = {"prompt": " = 1", "history": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
-    request = urllib.request.Request(server.url + "/live", json.dumps({**body, "max_new_tokens": 10}).encode())
-    with urllib.request.urlopen(request, timeout=60) as response:
-        events = [json.loads(line.removeprefix(b"data: ")) for line in response if line.strip()]
+    events = server.live(**body, max_new_tokens=10)
     assert events[0].keys() == {"reading"} and 0 < events[0]["reading"] <= 6 and events[-1] == {"end": "finished"}
     assert "".join(text for event in events[1:-1] for text, _ in event["tokens"]) == plain("ab = 1", 10)
 
@@ -203,9 +198,8 @@ def bare(tiny_folder, tmp_path_factory, assistant):
     folder = tmp_path_factory.mktemp("models") / "bare"
     shutil.copytree(tiny_folder, folder, ignore=shutil.ignore_patterns("chat_template*"))
     plan = SSDConfig(lookahead=3, budget=4)
-    server = ServerThread(str(folder), assistant, plan, name="small", key="secret", api_key="secret")
-    yield server
-    server.stop()
+    with ServerThread(str(folder), assistant, plan, name="small", key="secret", api_key="secret") as server:
+        yield server
 
 
 def test_the_page_asks_for_a_key_and_continues_the_texts_of_a_model_without_a_chat_template(browser, bare):

@@ -18,11 +18,6 @@ from ..helpers.suites import quick_first
 VOCABULARY = 97
 
 
-@pytest.fixture
-def server(tiny_server):
-    return tiny_server
-
-
 # ---------------------------------------------------------------- values that nothing can be computed with
 
 
@@ -148,16 +143,21 @@ def test_one_wrong_prompt_of_several_is_refused_before_work(server, prompt, sent
     assert sentence in server.refusal(COMPLETIONS, prompt=prompt)
 
 
-def test_a_client_that_leaves_several_prompts_ends_them_all(server):
+def test_a_client_that_leaves_several_prompts_or_choices_ends_them_all(server):
     before = server.figures()
-    stream = server.complete([PROMPT] * 50, 2000, stream=True)
-    next(iter(stream))
-    stream.close()
-    assert within(20, lambda: server.figures()["cancelled"] == before["cancelled"] + 1)
+
+    def are_cancelled(count: int) -> bool:
+        return within(20, lambda: server.figures()["cancelled"] == before["cancelled"] + count)
+
+    for number, (prompt, options) in enumerate([(PROMPT, {"n": 4, "temperature": 1.0}), ([PROMPT] * 50, {})]):
+        stream = server.complete(prompt, 2000, stream=True, **options)
+        next(iter(stream))
+        stream.close()
+        assert are_cancelled(number + 1)
     impatient = server.client.with_options(timeout=0.5)
     with pytest.raises(openai.APITimeoutError):
         impatient.completions.create(model=server.model, prompt=[PROMPT] * 50, max_tokens=2000, temperature=0)
-    assert within(20, lambda: server.figures()["cancelled"] == before["cancelled"] + 2)
+    assert are_cancelled(3)
     time.sleep(0.5)
     assert server.figures()["tokens_total"] - before["tokens_total"] < 4000
 

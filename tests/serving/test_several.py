@@ -23,6 +23,11 @@ class Reader(threading.Thread):
         self.text, self.first, self.last = "", None, None
         self.start()
 
+    def begun(self) -> "Reader":
+        while self.first is None:
+            time.sleep(0.005)
+        return self
+
     def run(self):
         for chunk in self.stream():
             self.first = self.first or time.monotonic()
@@ -30,13 +35,11 @@ class Reader(threading.Thread):
         self.last = time.monotonic()
 
 
-def test_short_answers_begin_and_end_while_a_long_one_runs(server):
-    long_text = server.complete(PROMPT, 300).choices[0].text
-    alone = [server.complete(prompt, 10).choices[0].text for prompt in PROMPTS]
-    long = Reader(server, PROMPT, 300)
-    while long.first is None:
-        time.sleep(0.005)
-    short = [Reader(server, prompt, 10) for prompt in PROMPTS]
+def test_short_answers_begin_and_end_while_a_long_one_runs(program):
+    long_text = program.complete(PROMPT, 300).choices[0].text
+    alone = [program.complete(prompt, 10).choices[0].text for prompt in PROMPTS]
+    long = Reader(program, PROMPT, 300).begun()
+    short = [Reader(program, prompt, 10) for prompt in PROMPTS]
     for reader in short:
         reader.join(60)
     assert long.last is None, "all short ones have ended before it"
@@ -44,51 +47,48 @@ def test_short_answers_begin_and_end_while_a_long_one_runs(server):
     assert [reader.text for reader in short] == alone and long.text == long_text
 
 
-def test_the_figures_say_who_runs_and_who_waits(server):
-    before = server.figures()
-    reader = Reader(server, PROMPT, 200)
-    while reader.first is None:
-        time.sleep(0.005)
-    now = server.figures()
+def test_the_figures_say_who_runs_and_who_waits(program):
+    before = program.figures()
+    reader = Reader(program, PROMPT, 200).begun()
+    now = program.figures()
     assert now["num_requests_running"] == 1 and now["num_requests_waiting"] == 0
     reader.join(60)
-    after = server.figures()
+    after = program.figures()
     assert after["num_requests_running"] == 0 and after["hits_total"] > before["hits_total"]
     assert after["time_to_first_token_seconds_count"] - before["time_to_first_token_seconds_count"] == 1
     pieces = "time_per_output_token_seconds_count"
     assert 50 < after[pieces] - before[pieces] < 200 and after["time_per_output_token_seconds_sum"] > 0
 
 
-def test_sampled_answers_do_not_depend_on_their_neighbours(server):
+def test_sampled_answers_do_not_depend_on_their_neighbours(program):
     options = {"temperature": 1.0, "seed": 5}
-    alone = server.complete(PROMPT, 40, **options).choices[0].text
-    long = Reader(server, "abc", 300, temperature=1.0, seed=6)  # of a seed whose text does not end early
-    while long.first is None:
-        time.sleep(0.005)
-    assert server.complete(PROMPT, 40, **options).choices[0].text == alone and long.last is None
+    alone = program.complete(PROMPT, 40, **options).choices[0].text
+    long = Reader(program, "abc", 300, temperature=1.0, seed=6).begun()  # of a seed whose text does not end early
+    assert program.complete(PROMPT, 40, **options).choices[0].text == alone and long.last is None
     long.join(60)
 
 
 @pytest.fixture
-def one_place(tiny_server, monkeypatch):
+def one_place(server, monkeypatch):
     """The batch of a server with a single place, for which one request may wait."""
-    batch = tiny_server.served.server.calls.batch
+    batch = server.served.server.calls.batch
     monkeypatch.setattr(batch.rows, "count", 1)
     monkeypatch.setattr(batch, "max_rows", 1)
     monkeypatch.setattr(batch, "max_waiting", 1)
     return batch
 
 
-def test_too_many_requests_are_told_to_come_again(tiny_server, one_place):
-    readers = [Reader(tiny_server, PROMPT, LONG // 80)]
-    while readers[0].first is None:
-        time.sleep(0.005)
-    readers.append(Reader(tiny_server, "abc", 5))
+def is_told_to_come_again(server, *request, **options):
+    with pytest.raises(openai.InternalServerError, match="Too many requests wait") as error:
+        server.complete(*request, **options)
+    return error.value.status_code == 503 and error.value.response.headers["retry-after"] == "5"
+
+
+def test_too_many_requests_are_told_to_come_again(server, one_place):
+    readers = [Reader(server, PROMPT, LONG // 80).begun(), Reader(server, "abc", 5)]
     while not one_place.rows.waiting:
         time.sleep(0.005)
-    with pytest.raises(openai.InternalServerError, match="Too many requests wait") as error:
-        tiny_server.complete("abc", 5)
-    assert error.value.status_code == 503 and error.value.response.headers["retry-after"] == "5"
+    assert is_told_to_come_again(server, "abc", 5)
     for reader in readers:
         reader.join(120)
         assert reader.last is not None
@@ -99,41 +99,36 @@ def test_a_model_whose_rows_cannot_join_is_served_in_turn(tiny_folder, assistant
         raise ValueError("not these")
 
     monkeypatch.setattr(continuous, "check_joining", refuse)
-    other = ServerThread(tiny_folder, assistant, hf_ssd.SSDConfig(lookahead=3, budget=4))
-    try:
+    with ServerThread(tiny_folder, assistant, hf_ssd.SSDConfig(lookahead=3, budget=4)) as other:
         assert other.served.why_in_turn == "not these" and other.served.server.calls.batch is None
         readers = [Reader(other, PROMPT, 10) for _ in range(2)]
         for reader in readers:
             reader.join(60)
         assert readers[0].text == readers[1].text and readers[0].last is not None
-    finally:
-        other.stop()
 
 
-def test_the_next_turn_of_a_chat_is_not_read_again(server, plain):
+def test_the_next_turn_of_a_chat_is_not_read_again(program, plain):
     """Whole or streamed, with one choice or several, and in a chat; `usage` and the figures say how much was known."""
     text = "def walk(folder, names):\n    for name in names:\n        yield folder, name\n\n\n" * 4
-    first = server.complete(text, 8)
-    before, text = server.figures()["prefix_cache_hits_total"], text + first.choices[0].text
-    second = server.complete(text, 8)
+    first = program.complete(text, 8)
+    before, text = program.figures()["prefix_cache_hits_total"], text + first.choices[0].text
+    second = program.complete(text, 8)
     known = second.usage.prompt_tokens_details.cached_tokens
     assert 0.9 * first.usage.prompt_tokens < known < second.usage.prompt_tokens
-    assert server.figures()["prefix_cache_hits_total"] == before + known
+    assert program.figures()["prefix_cache_hits_total"] == before + known
     assert second.choices[0].text == plain(text, 8)
-    several = server.complete(text, 8, n=2, temperature=1.0, seed=3)
-    chunks = list(server.complete(text, 8, n=2, temperature=1.0, seed=3, stream=True))
+    several = program.complete(text, 8, n=2, temperature=1.0, seed=3)
+    chunks = list(program.complete(text, 8, n=2, temperature=1.0, seed=3, stream=True))
     least = 0.9 * several.usage.prompt_tokens
-    for usage in (several.usage, chunks[-1].usage, server.chat(text, 4).usage):
+    for usage in (several.usage, chunks[-1].usage, program.chat(text, 4).usage):
         assert least < usage.prompt_tokens_details.cached_tokens < usage.prompt_tokens
-    status, answer = server.request("/v1/responses", input=text, max_output_tokens=4)
+    status, answer = program.request("/v1/responses", input=text, max_output_tokens=4)
     details = answer["usage"]["input_tokens_details"]
     assert status == 200 and least < details["cached_tokens"] < answer["usage"]["input_tokens"]
 
 
-def test_an_answer_of_more_choices_than_may_wait_is_refused_as_well(tiny_server, one_place):
-    before = tiny_server.figures()["refused"]
-    with pytest.raises(openai.InternalServerError, match="Too many requests wait") as error:
-        tiny_server.complete(PROMPT, LONG // 80, n=4, temperature=1.0)
-    assert error.value.status_code == 503 and error.value.response.headers["retry-after"] == "5"
-    assert tiny_server.figures()["refused"] == before + 1
-    assert tiny_server.complete("abc", 5).choices  # the rows that had joined are gone
+def test_an_answer_of_more_choices_than_may_wait_is_refused_as_well(server, one_place):
+    before = server.figures()["refused"]
+    assert is_told_to_come_again(server, PROMPT, LONG // 80, n=4, temperature=1.0)
+    assert server.figures()["refused"] == before + 1
+    assert server.complete("abc", 5).choices  # the rows that had joined are gone

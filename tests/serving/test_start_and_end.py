@@ -5,7 +5,6 @@ import pickle
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from urllib.parse import urlsplit
@@ -16,10 +15,12 @@ import pytest
 import torch
 
 import hf_ssd
+from hf_ssd.cli.main import COMMANDS
 from hf_ssd.cli.models import Model
 from hf_ssd.cli.serve import free_port
 from hf_ssd.serving.server import Server
 
+from ..helpers.programs import run
 from ..helpers.servers import LONG, ServerProcess, ServerThread
 from ..helpers.tiny import ready
 
@@ -33,30 +34,30 @@ finally:
 """
 
 
-def python(program: str, *words: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=120)
-
-
 # ---------------------------------------------------------------- start-up
 
 
-@pytest.mark.parametrize("words", [["--help"], ["--version"], ["chek"], []], ids=" ".join)
-def test_help_and_version_import_neither_torch_nor_transformers(words, fresh_python):
-    done = python(LIGHT, *words)
-    assert done.returncode == (2 if words == ["chek"] else 0), done.stderr
-    assert "hf-ssd" in (done.stdout or done.stderr)
+USAGE = ["usage: hf-ssd", *COMMANDS]
+LIGHT_WORDS = {"--help": USAGE, "": USAGE, "--version": ["hf-ssd", hf_ssd.__version__], "chek": ["hf-ssd"]}
+
+
+@pytest.mark.parametrize("word", LIGHT_WORDS)
+def test_help_and_version_import_neither_torch_nor_transformers(word, fresh_python):
+    said = run("-c", LIGHT, *filter(None, [word]), status=2 if word == "chek" else 0)
+    assert all(expected in said for expected in LIGHT_WORDS[word])
 
 
 def test_a_config_is_made_and_pickled_without_torch_and_transformers(fresh_python):
-    program = """
+    run(
+        "-c",
+        """
 import pickle, sys
 import hf_ssd
 assert {*hf_ssd.__all__, "distributed", "theory", "__version__"} <= {*dir(hf_ssd)}
 assert pickle.loads(pickle.dumps(hf_ssd.SSDConfig(lookahead=3))) == hf_ssd.SSDConfig(lookahead=3)
 assert "torch" not in sys.modules and "transformers" not in sys.modules, "what takes seconds was imported"
-"""
-    done = python(program)
-    assert done.returncode == 0, done.stderr
+""",
+    )
 
 
 def test_public_names_are_what_their_modules_have():
@@ -87,10 +88,9 @@ def named(tiny_folder, assistant):
         noted["answers"] = assistant.sessions - before
 
     plan = hf_ssd.SSDConfig(lookahead=3, budget=4)
-    server = ServerThread(tiny_folder, assistant, plan, name="org/small", on_listening=note)
-    server.noted, noted["figures"] = noted, server.figures()
-    yield server
-    server.stop()
+    with ServerThread(tiny_folder, assistant, plan, name="org/small", on_listening=note) as server:
+        server.noted, noted["figures"] = noted, server.figures()
+        yield server
 
 
 def test_the_address_is_said_when_the_server_listens_and_has_generated_a_first_answer_with_the_draft(named):
@@ -151,14 +151,11 @@ def test_each_name_of_the_model_works_and_the_one_that_comes_back_too(named):
 
 @pytest.mark.slow
 def test_a_seed_repeats_an_answer_whatever_is_planned_and_without_the_draft(tiny_folder, tiny_draft_folder):
-    server = ServerProcess(tiny_folder, draft=tiny_draft_folder)
-    try:
+    with ServerProcess(tiny_folder, draft=tiny_draft_folder) as server:
         ask = lambda seed: server.complete("abcdefgh", 40, temperature=1.0, seed=seed).choices[0].text  # noqa: E731
         texts = [ask(5) for _ in range(4)]
         server.worker().kill()
         assert {*texts, ask(5)} == {texts[0]} and ask(6) != texts[0]
-    finally:
-        server.stop()
 
 
 def test_sigterm_amid_answers_ends_in_one_line_and_all_clients_get_an_error(tiny_folder, tiny_draft_folder):

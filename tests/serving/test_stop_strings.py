@@ -19,11 +19,6 @@ from ..helpers.suites import slowly
 COUNT = 40
 
 
-@pytest.fixture
-def server(tiny_server):
-    return tiny_server
-
-
 def answer(server, ask: str, is_streamed: bool, **options) -> tuple[list[str], str, int]:
     """Returns the texts of an answer, why it ended, and how many tokens it had."""
     found = getattr(server, ask)(PROMPT, options.pop("tokens", COUNT), stream=is_streamed or openai.omit, **options)

@@ -8,8 +8,7 @@ import jsonschema
 import openai
 import pydantic
 import pytest
-import torch
-from transformers import AutoTokenizer, LogitsProcessor
+from transformers import AutoTokenizer
 from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS as KNOWN
 
 import hf_ssd
@@ -19,7 +18,7 @@ from hf_ssd.serving.parameters import ChatRequest
 
 from ..helpers.servers import CHAT, PAIR, RESPONSES, ServerThread
 from ..helpers.suites import slowly
-from .test_answers import caller_folder
+from .test_answers import Forced, caller_folder
 
 pytest.importorskip("llguidance")
 SCHEMA = {
@@ -42,9 +41,9 @@ TOOLS = [{"type": "function", "function": function} for function in (STRICT, OTH
 def server(tmp_path_factory):
     """The embedded pair, with the templates of a model that calls tools."""
     with hf_ssd.launch_draft(str(PAIR / "draft"), num_threads=1) as assistant:
-        server = ServerThread(caller_folder(tmp_path_factory), assistant, hf_ssd.SSDConfig(lookahead=3, budget=4))
-        yield server
-        server.stop()
+        folder, plan = caller_folder(tmp_path_factory), hf_ssd.SSDConfig(lookahead=3, budget=4)
+        with ServerThread(folder, assistant, plan) as server:
+            yield server
 
 
 def valid(text: str, schema: dict = SCHEMA) -> dict:
@@ -93,20 +92,6 @@ def test_openais_client_gets_its_own_types(server):
     assert isinstance(answer.output_parsed, Thing)
 
 
-class Begins(LogitsProcessor):
-    """Lets the answer begin with these tokens."""
-
-    def __init__(self, tokens, prompt_length):
-        self.tokens, self.prompt_length = tokens, prompt_length
-
-    def __call__(self, input_ids, scores):
-        place = input_ids.shape[1] - self.prompt_length
-        if place < len(self.tokens):
-            scores = torch.full_like(scores, -torch.inf)
-            scores[:, self.tokens[place]] = 0
-        return scores
-
-
 EMPTY = {"type": "function", "function": {"name": "g", "parameters": {"const": {}}, "strict": True}}
 
 
@@ -117,7 +102,7 @@ def test_the_calls_of_a_strict_tool_follow_its_schema(server, monkeypatch, tool)
 
     def begun(self, rows, call, length):
         found = settings(self, rows, call, length)
-        found["logits_processor"].insert(0, Begins(tokens, length))
+        found["logits_processor"].insert(0, Forced(tokens, length, goes_on=True))
         return found
 
     monkeypatch.setattr(CallRunner, "_settings", begun)

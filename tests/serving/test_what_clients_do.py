@@ -33,11 +33,6 @@ def names_of(kind: type[parameters.Parameters]) -> set[str]:
     return {*kind.model_fields, *kind.refused, *kind.no_effect}
 
 
-@pytest.fixture
-def server(tiny_server):
-    return tiny_server
-
-
 def refused(server, path: str, body: dict | bytes, **headers) -> tuple[int, str]:
     """Returns status and sentence of a refusal, which has OpenAI's form."""
     body = body if isinstance(body, bytes) else json.dumps({**REQUESTS[path], **body}).encode()
@@ -124,7 +119,13 @@ WRONG = [5, -1, 1.5, True, "text", "", [], ["text"], [5], {}, {"a": 1}, {"type":
 IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
 INPUT_IMAGE = {"type": "input_image", "image_url": "data:,"}
 NOT_DONE = [
-    (CHAT, {"logprobs": False, "top_logprobs": 3}, "logprobs"),
+    (CHAT, {"logprobs": False, "top_logprobs": 3}, "`top_logprobs` needs `logprobs` to be true."),
+    (CHAT, {"logprobs": True, "top_logprobs": 21}, "`top_logprobs`: Input should be less than or equal to 20."),
+    (COMPLETIONS, {"logprobs": 6}, "`logprobs`: Input should be less than or equal to 5."),
+    (COMPLETIONS, {"n": 9}, "`n`: Input should be less than or equal to 8."),
+    (CHAT, {"n": 0}, "`n`: Input should be greater than or equal to 1."),
+    (CHAT, {"echo": True}, "Unknown parameter: `echo`. Settings of transformers can stand in `generation_config`."),
+    (COMPLETIONS, {"suffix": "end"}, "`suffix` is not supported."),
     (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
     (CHAT, {"tool_choice": "required"}, "tool_choice"),
     (CHAT, {"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
@@ -147,9 +148,10 @@ NOT_DONE = [
 ]
 
 
-@pytest.mark.parametrize("path, request_, name", NOT_DONE, ids=lambda x: x if isinstance(x, str) else "")
-def test_what_is_not_done_is_refused_by_its_name(server, path, request_, name):
-    assert name in server.refusal(path, **request_)
+@pytest.mark.parametrize("path, request_, words", NOT_DONE, ids=lambda x: x if isinstance(x, str) else "")
+def test_what_is_not_done_is_refused_by_its_name(server, path, request_, words):
+    sentence = server.refusal(path, **request_)
+    assert sentence == words if words.endswith(".") else words in sentence
 
 
 @pytest.mark.parametrize(
@@ -212,11 +214,15 @@ def test_an_error_once_the_answer_has_begun_is_the_servers_and_reaches_openais_c
         raise kind('No "memory"\nis left.')
 
     monkeypatch.setattr(server.loaded_model, "generate", fail)
-    with pytest.raises(openai.APIError) as caught:
-        list(getattr(server, ask)(PROMPT, 5, stream=True))
-    assert caught.value.message == 'No "memory"\nis left.' and caught.value.type == "server_error"
-    with pytest.raises(openai.InternalServerError, match="is left"):
-        getattr(server, ask)(PROMPT, 5)
+    for choices in (1, 3):
+        with pytest.raises(openai.APIError) as caught:
+            list(getattr(server, ask)(PROMPT, 5, stream=True, n=choices))
+        assert caught.value.message == 'No "memory"\nis left.' and caught.value.type == "server_error"
+        with pytest.raises(openai.InternalServerError, match="is left"):
+            getattr(server, ask)(PROMPT, 5, n=choices)
+    body = {**REQUESTS[COMPLETIONS], "n": 3, "stream": True}
+    written = requests.post(server.url + COMPLETIONS, json=body, timeout=60).text
+    assert written.count('"server_error"') == 1, "the error of several choices is said once"
 
 
 def table() -> str:
@@ -256,9 +262,8 @@ def short(tiny_folder, assistant, tmp_path):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 256}))
-    server = ServerThread(str(tmp_path), assistant)
-    yield server
-    server.stop()
+    with ServerThread(str(tmp_path), assistant) as server:
+        yield server
 
 
 def test_a_prompt_that_no_positions_hold_is_refused_before_it_is_tokenized(short, monkeypatch):
@@ -385,18 +390,15 @@ def test_a_page_of_another_name_or_site_cannot_use_the_server(server, path):
 
 
 def test_with_cors_and_names_pages_and_clients_of_these_are_served(tiny_folder, assistant):
-    server = ServerThread(tiny_folder, assistant, enable_cors=True, allowed_hosts=["box.example", "*.Lab"])
-    origin, url = "http://page.example", server.url + COMPLETIONS
     asks = {"access-control-request-method": "POST", "access-control-request-headers": "content-type"}
-    try:
+    with ServerThread(tiny_folder, assistant, enable_cors=True, allowed_hosts=["box.example", "*.Lab"]) as server:
+        origin, url = "http://page.example", server.url + COMPLETIONS
         for host, status in [("box.example:80", 200), ("my.lab", 200), ("evil.example", 400)]:
             found = requests.post(url, json=REQUESTS[COMPLETIONS], headers={"origin": origin, "host": host}, timeout=60)
             assert found.status_code == status
         found = requests.get(f"{server.url}/v1/models", headers={"origin": origin})
         assert found.headers["access-control-allow-origin"] == "*"
         assert requests.options(url, headers={"origin": origin, **asks}).status_code == 200
-    finally:
-        server.stop()
 
 
 def test_the_names_by_which_a_server_may_be_called():
