@@ -1,5 +1,6 @@
 """The small pair, with one worker for all chats."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -7,8 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_ssd
-from hf_ssd.cli import doctor, pair
+from hf_ssd.cli import check, doctor, models, pair
 from hf_ssd.cli.chat import Chat
+from hf_ssd.cli.main import main
 from hf_ssd.cli.methods import Bench
 
 
@@ -35,6 +37,26 @@ def embedded_worker(embedded):
 def chat(embedded, embedded_worker):
     target, _, tokenizer = embedded
     return Chat(SimpleNamespace(system=None, temperature=0.0, max_new_tokens=12), target, embedded_worker, tokenizer)
+
+
+def checked(capsys, *words: str) -> tuple[int, dict]:
+    """Returns the exit code of a check, and what it says as JSON."""
+    capsys.readouterr()  # bars of models that were saved
+    code = main(["check", *words, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert list(found) == check.KEYS
+    return code, found
+
+
+@pytest.fixture
+def nothing_loads(monkeypatch):
+    """Fails a test in which weights are read or a worker is started."""
+
+    def refuse(*args, **kwargs):
+        pytest.fail("the models were loaded first")
+
+    monkeypatch.setattr(models.Model, "load", refuse)
+    monkeypatch.setattr(hf_ssd, "launch_draft", refuse)
 
 
 def lets_assisted_generation_fail(monkeypatch, error: Exception) -> None:

@@ -1,6 +1,5 @@
 """The doctor: what it refuses, what it measures, and what it says."""
 
-import json
 import re
 import sys
 from pathlib import Path
@@ -9,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from transformers import AutoTokenizer, LlamaConfig, MambaConfig, T5Config
+from transformers import AutoTokenizer
 
 from hf_ssd import SSDConfig
 from hf_ssd.cache import packed, packed_linear
@@ -24,8 +23,8 @@ from hf_ssd.planning.experience import CallKind
 from hf_ssd.planning.planner import Planner
 
 from ..helpers.families import sharp_model, tiny_config
-from ..helpers.tiny import SIZES, VOCAB, tiny_draft, tiny_model
-from .conftest import lets_assisted_generation_fail
+from ..helpers.tiny import VOCAB, tiny_draft, tiny_model
+from .conftest import checked, lets_assisted_generation_fail
 
 ROOT = Path(__file__).parents[2]
 QUICK = ["--repeats", "1", "--max-new-tokens", "24"]
@@ -76,16 +75,14 @@ def test_only_the_worker_loads_its_draft_and_the_target_keeps_its_weights(comman
 
 
 def test_an_eagle3_head_is_measured_beside_its_target(capsys):
-    code = main(["check", pair.folder("target"), pair.folder("eagle3"), "--json", *QUICK])
-    found = json.loads(capsys.readouterr().out)
+    code, found = checked(capsys, pair.folder("target"), pair.folder("eagle3"), *QUICK)
     assert code in (0, 1) and found["failure"] is None and 0.3 < found["acceptance"] <= 1
     assert found["draft"]["target_layers"] == [2, 6, 11] and found["draft"]["parameters"] < 2e6
 
 
 def test_a_draft_that_does_not_pay(useless, capsys):
     """Random models have no tokenizer, so random tokens are the prompts."""
-    code = main(["check", *useless, "--json", *QUICK])
-    found = json.loads(capsys.readouterr().out)
+    code, found = checked(capsys, *useless, *QUICK)
     assert code == 1 and not found["pays"] and found["verdict"].startswith("no: ")
     assert found["acceptance"] is None or found["acceptance"] < 0.3
 
@@ -97,9 +94,13 @@ def test_a_hybrid_pair(tmp_path, capsys):
     folders = [folder(tmp_path / name, sharp_model(config)) for name in ("target", "draft")]
     for place in folders:
         tokenizer.save_pretrained(place)
-    assert main(["check", *folders, "--json", *QUICK]) in (0, 1)
-    found = json.loads(capsys.readouterr().out)
-    assert found["failure"] is None and "recurrent" in found["draft"]["attention"] and found["assisted"] is None
+    code, found = checked(capsys, *folders, *QUICK)
+    assert (
+        code in (0, 1)
+        and found["failure"] is None
+        and "recurrent" in found["draft"]["attention"]
+        and found["assisted"] is None
+    )
     assert found["acceptance"] in (1, None) and found["verdict"]
 
 
@@ -209,47 +210,6 @@ def test_advice_is_given_where_the_model_has_another_dtype():
     assert "dtype" not in doctor.in_words({**known, "fastest_dtype": "float32"})
     assert "0.90 running programs for each core, a busy machine" in doctor.in_words({**known, "load": 0.9})
     assert "busy" not in doctor.in_words({**known, "load": 0.1})
-
-
-# ---------------------------------------------------------------- what is refused
-
-
-REFUSALS = {  # words that name things of the folder below, and the sentence
-    "{target} {draft} --draft {draft}": "There are two drafts",
-    "{target} {nowhere}": "nowhere'; give a folder with a model, or a hub id",
-    "{t5} {draft}": "t5 is a t5 model; only decoder-only",
-    "{target} {mamba}": "recurrent layers alone",
-    "{target} {larger}": f"{VOCAB} tokens and the draft one of {VOCAB + 400}",
-    "{target} {draft} --draft-device cuda:77": "no device 'cuda:77'",
-    "{target} {draft} --device gpu": "no device 'gpu'",
-    "{empty} {empty}": "Cannot load a model from ",
-    "{target} {draft} --prompts {nowhere}.jsonl": "nowhere.jsonl cannot be",
-    "{target} {draft} --prompts {none.jsonl}": "has no prompts in a field",
-}
-
-
-@pytest.fixture(scope="module")
-def things(tmp_path_factory):
-    place = tmp_path_factory.mktemp("refused")
-    larger = tiny_draft(vocab_size=VOCAB + 400)
-    for name, model in (("target", tiny_model()), ("draft", tiny_draft()), ("larger", larger)):
-        model.save_pretrained(place / name)
-    for name, config in (("t5", T5Config()), ("mamba", MambaConfig()), ("empty", LlamaConfig(**SIZES))):
-        config.save_pretrained(place / name)
-    (place / "none.jsonl").write_text('{"text": "import os"}\n')
-    return place
-
-
-@pytest.mark.parametrize("words", REFUSALS)
-def test_what_cannot_work_is_refused_in_a_sentence(words, things, capsys):
-    sentence, words = REFUSALS[words], re.sub("{(.+?)}", lambda found: str(things / found[1]), words).split()
-    capsys.readouterr()  # bars of models that were saved
-    assert main(["check", *words]) == 2
-    error = capsys.readouterr().err
-    assert sentence in error and error.startswith("hf-ssd check: ") and "Traceback" not in error
-    assert main(["check", *words, "--json"]) == 2
-    found = json.loads(capsys.readouterr().out)
-    assert sentence in found["refused"] and list(found) == check.KEYS and found["pays"] is None
 
 
 # ---------------------------------------------------------------- what is said

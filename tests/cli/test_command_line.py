@@ -16,13 +16,13 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from transformers import MambaConfig, TextStreamer
+from transformers import TextStreamer
 
 import hf_ssd
 from hf_ssd.cli import chat as chat_module
 from hf_ssd.cli import check, models
 from hf_ssd.cli.chat import Chat, drafting
-from hf_ssd.cli.main import COMMANDS, build_parser, main
+from hf_ssd.cli.main import COMMANDS, main
 from hf_ssd.cli.methods import Bench
 from hf_ssd.rounds import AHEAD, IN_TURN, RoundRecord
 from hf_ssd.stats import SSDStats
@@ -30,7 +30,7 @@ from hf_ssd.stats import SSDStats
 from ..helpers.suites import slowly
 from ..helpers.tiny import tiny_draft, tiny_model
 from ..helpers.vocabularies import TARGET, renamed_draft, tokenizer
-from .conftest import goes_on_as_plain
+from .conftest import checked, goes_on_as_plain
 
 OTHER = [*reversed(TARGET)]  # the same tokens with other ids
 TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
@@ -41,32 +41,17 @@ def typed(monkeypatch, text: str | bytes) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw), encoding="utf-8"))
 
 
-@pytest.fixture
-def nothing_loads(monkeypatch):
-    """Fails a test in which weights are read or a worker is started."""
-
-    def refuse(*args, **kwargs):
-        pytest.fail("the models were loaded first")
-
-    monkeypatch.setattr(models.Model, "load", refuse)
-    monkeypatch.setattr(hf_ssd, "launch_draft", refuse)
-
-
 # ---------------------------------------------------------------- a chat goes on
-
-
-def windowed_chat(family: str) -> Chat:
-    """A chat whose target has windows of 6 tokens, and whose draft is in this process, so that it starts at once."""
-    its_tokenizer = tokenizer(TARGET)
-    its_tokenizer.chat_template = TEMPLATE
-    target = hf_ssd.enable(tiny_model(family, vocab_size=len(TARGET)))
-    args = SimpleNamespace(system=None, temperature=0.0, max_new_tokens=10)
-    return Chat(args, target, tiny_draft(family, vocab_size=len(TARGET)), its_tokenizer)
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma"])
 def test_a_chat_with_full_windows_goes_on_when_its_template_changes_an_old_answer(family):
-    chat = windowed_chat(family)
+    """The windows have 6 tokens, and the draft is in this process, so that it starts at once."""
+    its_tokenizer = tokenizer(TARGET)
+    its_tokenizer.chat_template = TEMPLATE
+    target = hf_ssd.enable(tiny_model(family, vocab_size=len(TARGET)))
+    args = SimpleNamespace(system=None, temperature=0.0, max_new_tokens=10)
+    chat = Chat(args, target, tiny_draft(family, vocab_size=len(TARGET)), its_tokenizer)
     chat.answer("hello")
     chat.messages[-1]["content"] = chat.messages[-1]["content"][:-2] + "..."
     goes_on_as_plain(chat, "again")
@@ -273,54 +258,6 @@ def test_stats_say_why_nothing_was_drafted(chat):
     assert found == "decoded plainly: it died"
 
 
-@pytest.mark.parametrize(
-    "command, words, wrong",
-    [
-        ("chat", "--max-new-tokens --temperature --seed", ["0", "nan", "-1"]),
-        ("check", "--max-new-tokens --repeats --seconds", ["7", "0", "inf"]),
-        ("bench", "--batch-size --prompt-length --max-new-tokens --temperature", ["0", "0", "1", "-1"]),
-        ("bench", "--lookahead --budget --in-turn-lookaheads", ["65", "0", "0"]),
-        ("bench", "--assistant-tokens --repeats --pin", ["0", "0", "0 99999"]),
-        ("serve", "--lookahead --budget --max-tokens --threads --draft-threads", ["0", "-2", "0", "0", "-1"]),
-    ],
-)
-def test_numbers_that_an_option_cannot_have_are_refused_before_models_load(
-    command, words, wrong, nothing_loads, capsys
-):
-    for option, value in zip(words.split(), wrong, strict=True):
-        with pytest.raises(SystemExit, match="2"):
-            main([command, option, *value.split()])
-        said = capsys.readouterr().err
-        assert f"hf-ssd {command}: error: argument {option}: must" in said or f"argument {option}: this program" in said
-
-
-def test_every_option_with_a_number_has_limits():
-    commands = build_parser()._subparsers._group_actions[0].choices
-    actions = [action for command in commands.values() for action in command._actions]
-    assert {action.dest for action in actions if action.type in (int, float)} == {"port"}  # which is tried
-
-
-@pytest.mark.parametrize(
-    "words, sentence",
-    [
-        (["chat", "--system", "Be brief."], "--system needs a chat template"),
-        (["bench", "--output", "{file}"], "Nothing can be written to "),
-        (["bench", "--trace", "{file}/trace.json"], "Nothing can be written to "),
-        (["bench", "{mamba}", "{mamba}"], "recurrent layers alone"),
-        (["chat", "{target}", "{nowhere}"], "There is no folder"),
-    ],
-)
-def test_commands_that_cannot_work_are_refused_before_models_load(words, sentence, nothing_loads, tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    MambaConfig(num_hidden_layers=1).save_pretrained(tmp_path / "mamba")
-    tiny_model().save_pretrained(tmp_path / "target")
-    tokenizer(TARGET).save_pretrained(tmp_path / "target")
-    places = {name: tmp_path / name for name in ("file", "mamba", "target", "nowhere")}
-    assert main([word.format(**places) for word in words]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"hf-ssd {words[0]}: ") and sentence in said
-
-
 # ---------------------------------------------------------------- a check ends in time, and says one thing
 
 
@@ -425,8 +362,7 @@ def test_the_plan_of_a_check_is_that_of_most_rounds_whatever_was_planned_last(mo
         return conclude(methods, first, planner, *rest)
 
     monkeypatch.setattr(check, "conclude", probing)
-    main(["check", "--json", "--repeats", "1", "--max-new-tokens", "16"])
-    found = json.loads(capsys.readouterr().out)
+    _, found = checked(capsys, "--repeats", "1", "--max-new-tokens", "16")
     assert "probe: drafting in turn at acceptance" not in found["plan"]
     plainly = ("not drafting", "decoded plainly", "the pair is not known yet: decoded plainly")
     assert found["drafts"] != found["plan"].startswith(plainly) or "n-grams" in found["plan"]  # in plain rounds
@@ -456,8 +392,7 @@ def different(tmp_path_factory):
 
 
 def test_check_measures_a_pair_with_different_tokenizers(different, capsys):
-    code = main(["check", *different, "--json", "--repeats", "1", "--max-new-tokens", "24"])
-    found = json.loads(capsys.readouterr().out)
+    code, found = checked(capsys, *different, "--repeats", "1", "--max-new-tokens", "24")
     assert code in (0, 1) and found["verdict"].startswith(("yes: ", "no: ")), found
     assert found["acceptance"] > 0.9, found  # some rounds are drafted in any case, to know the pair
 

@@ -18,6 +18,8 @@ from hf_ssd.cli.models import Model
 from hf_ssd.drafting.heads import loading
 from hf_ssd.drafting.resolver import config_at
 
+from .conftest import checked
+
 FIXED = hf_ssd.SSDConfig(lookahead=3, budget=6)
 
 
@@ -87,8 +89,7 @@ def test_a_bench_of_files(files, tmp_path, capsys):
 
 
 def test_a_check_names_the_files_as_the_user_does(files, capsys):
-    code = main(["check", files["target"], files["alone"], "--json", "--repeats", "1", "--max-new-tokens", "16"])
-    found = json.loads(capsys.readouterr().out)
+    code, found = checked(capsys, files["target"], files["alone"], "--repeats", "1", "--max-new-tokens", "16")
     assert code in (0, 1) and found["failure"] is None and found["acceptance"] > 0.3, found
     assert found["target"]["name"] == files["target"] and found["draft"]["name"] == files["alone"]
     model, tokenizer = Model(files["target"]).load_for_requests()  # of a server

@@ -10,7 +10,7 @@ from huggingface_hub.utils import filter_repo_objects
 
 import hf_ssd
 from hf_ssd.cache import packed
-from hf_ssd.cli import models, pair
+from hf_ssd.cli import models
 from hf_ssd.cli.main import COMMANDS, build_parser, main
 from hf_ssd.distributed.cores import available_cores, pin
 
@@ -29,15 +29,6 @@ def test_help_has_an_example_that_parses(command, capsys):
     assert module.__doc__.startswith(f"{COMMANDS[command]}\n")
 
 
-def test_the_version_and_without_a_command_the_help(capsys):
-    with pytest.raises(SystemExit, match="0"):
-        main(["--version"])
-    assert hf_ssd.__version__ in capsys.readouterr().out
-    assert main([]) == 0
-    output = capsys.readouterr().out
-    assert output.startswith("usage: hf-ssd") and all(head in output.replace("\n", " ") for head in COMMANDS)
-
-
 def test_bench_prints_tables_and_writes_figures_of_a_pair_that_transformers_does_not_take(
     tmp_path, capsys, monkeypatch
 ):
@@ -53,19 +44,6 @@ def test_bench_prints_tables_and_writes_figures_of_a_pair_that_transformers_does
     assert "assisted generation does not take this pair" in output
     report = json.loads((tmp_path / "benchmark.json").read_text())
     assert report["arguments"]["max_new_tokens"] == 12 and (tmp_path / "benchmark.png").stat().st_size > 5000
-
-
-@pytest.mark.parametrize("words", [["bench", "--output", "folder"], ["bench", "nowhere", "nothing"]])
-def test_bench_refuses_in_a_sentence(words, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert main(words) == 2
-    assert capsys.readouterr().err.startswith("hf-ssd bench: ")
-
-
-def test_a_package_without_the_pair_says_so(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(pair, "PLACES", (tmp_path,))
-    assert main(["chat"]) == 2 and "name a TARGET and a DRAFT" in capsys.readouterr().err
 
 
 def test_options_that_several_commands_have_are_one_option():

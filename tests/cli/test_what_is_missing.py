@@ -1,16 +1,12 @@
 """What is missing or of no use is named in one sentence, and code of a model's own is run only where it is trusted."""
 
-import importlib.util
 import json
-import socket
 
 import pytest
 import torch
 
 import hf_ssd
 from hf_ssd.cli import models
-from hf_ssd.cli.main import main
-from hf_ssd.cli.serve import NEEDED
 from hf_ssd.distributed.worker import load_model
 
 from ..helpers.families import tiny_config
@@ -19,15 +15,13 @@ from ..helpers.tiny import tiny_draft, tiny_model
 
 @pytest.mark.parametrize("name", ["/nope", "./nope", "nope/it/is"])
 def test_a_folder_that_is_missing_is_named(name):
-    calls = {
-        r"; SSDConfig.save_pretrained\(\) writes one with ssd_config.json.": lambda: hf_ssd.SSDConfig.from_pretrained(
-            name
-        ),
-        "; give the draft's folder or hub id.": lambda: hf_ssd.launch_draft(name),
-        "; give a folder with a model, or a hub id.": models.Model(name).load,
-    }
-    for advice, call in calls.items():
-        with pytest.raises(ValueError, match=f"^There is no folder '{name}'{advice}$"):
+    read = hf_ssd.SSDConfig.from_pretrained
+    for call, advice in [
+        (lambda: read(name), r"SSDConfig.save_pretrained\(\) writes one with ssd_config.json."),
+        (lambda: hf_ssd.launch_draft(name), "give the draft's folder or hub id."),
+        (models.Model(name).load, "give a folder with a model, or a hub id."),
+    ]:
+        with pytest.raises(ValueError, match=f"^There is no folder '{name}'; {advice}$"):
             call()
 
 
@@ -49,26 +43,6 @@ def test_a_folder_of_a_hybrid_without_a_tokenizer(tmp_path):
     """transformers makes a tokenizer that knows no text from its config."""
     tiny_config("qwen3_next").save_pretrained(tmp_path)
     assert models.Model(str(tmp_path)).tokenizer is None
-
-
-def refused(capsys, *words: str) -> str:
-    assert main(["serve", *words]) == 2
-    return capsys.readouterr().err
-
-
-def test_what_cannot_be_served_is_said_before_anything_is_loaded(capsys, monkeypatch):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
-        assert f"Cannot listen on 127.0.0.1 port {port}" in refused(capsys, "--port", port)
-    assert "Cannot listen on 127.0.0.1 port 99999" in refused(capsys, "--port", "99999")
-    assert "There are two drafts" in refused(capsys, "target", "draft", "--draft", "draft")
-    assert "DRAFT is missing: hf-ssd serve target DRAFT" in refused(capsys, "target", "--port", "0")
-    assert "There is no folder './nowhere'" in refused(capsys, "./nowhere", "./either", "--port", "0")
-    found = {name: importlib.util.find_spec(name) for name in NEEDED} | {"uvicorn": None}
-    monkeypatch.setattr("hf_ssd.cli.serve.importlib.util.find_spec", found.get)
-    assert 'serving needs uvicorn: pip install "hf_ssd[serve]"' in refused(capsys)
 
 
 # ---------------------------------------------------------------- code of a model's own

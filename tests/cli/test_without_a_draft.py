@@ -1,27 +1,25 @@
 """Commands without a draft model: `--drafter ngram`, and which drafts would pay for a target that has none."""
 
-import json
-
 import pytest
 import torch
 
-from hf_ssd.cli import check, forms, pair
+from hf_ssd.cli import forms, pair
 from hf_ssd.cli.main import main
 
 from ..helpers.tiny import tiny_model
+from .conftest import checked
 
 SECONDS = {1: 10.0, 2: 10.0, 3: 10.0, 4: 11.0, 5: 11.0, 7: 12.0, 9: 13.0}
 
 
 def test_a_target_alone_is_told_which_drafts_would_pay(tmp_path, capsys):
     tiny_model(num_hidden_layers=4).save_pretrained(tmp_path)
-    words = ["check", str(tmp_path), "--max-new-tokens", "24", "--repeats", "1"]
-    code = main([*words, "--json"])
-    found = json.loads(capsys.readouterr().out)
+    words = [str(tmp_path), "--max-new-tokens", "24", "--repeats", "1"]
+    code, found = checked(capsys, *words)
     assert code == (0 if found["pays"] else 1) and found["target"]["layers"] == 4 and found["draft"] is None
-    assert list(found) == check.KEYS and found["plain"] is None
+    assert found["plain"] is None
     assert set(found["trained"]) == {"1", "2"} and found["verdict"] and found["ngrams"] > 0
-    assert main(words) in (0, 1)
+    assert main(["check", *words]) in (0, 1)
     lines = [line.split()[0] for line in capsys.readouterr().out.strip().split("\n")]
     assert lines == ["target", "load", "times", "n-grams", "1-layer", "2-layer", "pays"]
 
@@ -72,19 +70,17 @@ def test_bench_compares_a_lookup_with_that_of_transformers(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("as_json", [True, False])
-def test_check_measures_a_lookup_and_computes_no_draft(capsys, as_json):
-    assert main(["check", pair.folder("target"), *QUICK, *["--json"] * as_json]) in (0, 1)
+def test_check_measures_a_lookup_and_computes_no_draft(capsys):
+    words = [pair.folder("target"), *QUICK]
+    code, found = checked(capsys, *words)
+    assert code in (0, 1) and found["looks_up"] and found["speed"] > 0 and found["plain"] > 0
+    assert found["assistant_tokens"] in ((None,) if found["skipped"] else (3, 5))  # left out on a busy machine
+    assert found["trained"] is None and found["draft"] is None and found["verdict"].startswith(("yes", "no"))
+    assert main(["check", *words]) in (0, 1)
     told = capsys.readouterr().out
-    if as_json:
-        found = json.loads(told)
-        assert found["looks_up"] and found["speed"] > 0 and found["plain"] > 0
-        assert found["assistant_tokens"] in ((None,) if found["skipped"] else (3, 5))  # left out on a busy machine
-        assert found["trained"] is None and found["draft"] is None and found["verdict"].startswith(("yes", "no"))
-    else:
-        lines = told.strip().split("\n")
-        assert [line.split()[0] for line in lines[-5:]] == ["acceptance", "times", "plan", "speed", "pays"]
-        assert "for a verification, no draft" in told and "layer" not in "".join(lines[-5:])
+    lines = told.strip().split("\n")[-5:]
+    assert [line.split()[0] for line in lines] == ["acceptance", "times", "plan", "speed", "pays"]
+    assert "for a verification, no draft" in told and "layer" not in "".join(lines)
 
 
 @pytest.mark.slow
@@ -94,9 +90,3 @@ def test_a_chat_looks_up_what_was_said(capsys, monkeypatch):
     assert main(["chat", "--drafter", "ngram", "--stats", "--max-new-tokens", "24"]) == 0
     told = capsys.readouterr().out
     assert "tokens/s" in told and ("acceptance" in told or "decoded plainly" in told)
-
-
-@pytest.mark.parametrize("command", ["check", "chat", "bench"])
-def test_a_draft_beside_a_lookup_is_refused(command, capsys):
-    assert main([command, pair.folder("target"), pair.folder("draft"), "--drafter", "ngram"]) == 2
-    assert 'SSDConfig(drafter="ngram") uses no draft model; leave out' in capsys.readouterr().err
