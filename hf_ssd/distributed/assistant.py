@@ -1,5 +1,6 @@
 """The draft as users hold it: one or several workers that serve call after call."""
 
+import contextlib
 import dataclasses
 import os
 import threading
@@ -25,7 +26,7 @@ SHOWN_AFTER = 2.0  # seconds until a progress bar appears
 WAIT_SLICE = 0.1  # seconds between two updates of the progress bar
 
 
-class DraftAssistant:
+class DraftAssistant(contextlib.AbstractContextManager):
     """
     One or several draft workers, to be passed as `assistant_model`. Made by [`~hf_ssd.launch_draft`]. They serve calls
     from any threads, and of any targets, at the same time.
@@ -54,8 +55,7 @@ class DraftAssistant:
         self.closed = False
         # If the user does not call `close`, the workers must still end before their channels are collected as garbage.
         self.finalizer = weakref.finalize(self, _end_all, self.process, workers, weights)
-        self.info: DraftInfo | None = None
-        self.device = self.path = None
+        self.info = self.device = self.path = None
         for worker in workers:
             worker.begin()
         if wait:
@@ -108,8 +108,6 @@ class DraftAssistant:
             raise
         return self.workers[0].worker_info
 
-    # ---------------------------------------------------------------- a call
-
     def begin_call(self, patience: float) -> None:
         """Restarts workers that have ended, and waits up to `patience` seconds for those that start."""
         with self.lock:
@@ -151,12 +149,11 @@ class DraftAssistant:
     def _restart(self) -> None:
         """Restarts workers that have ended, unless their failure was not reported yet, or the other workers suffice."""
         ended = [worker for worker in self.workers if not (worker.is_starting or worker.is_alive or worker.error)]
-        if len(ended) < len(self.workers):
-            ended = [worker for worker in ended if not worker.is_lost]  # the other workers suffice
         for worker in ended:
-            logger.warning("The draft worker had ended; starting another one.")
-            self.restarts += 1
-            worker.begin()
+            if not worker.is_lost or len(ended) == len(self.workers):
+                logger.warning("The draft worker had ended; starting another one.")
+                self.restarts += 1
+                worker.begin()
 
     def _wait(self, timeout: float) -> list[WorkerProcess]:
         """Waits until no worker is starting, at most `timeout` seconds, and returns the workers that are ready."""
@@ -169,19 +166,14 @@ class DraftAssistant:
     def _ready(self) -> list[WorkerProcess]:
         """Returns the ready workers and warns of failed starts. If none is ready or starting, raises [`DraftError`]."""
         starting = [one for one in self.workers if one.is_starting]  # read first: a worker may become ready meanwhile
-        ready, errors = self._wait(0.0), []
-        for worker in self.workers:
-            has_failed = worker.error is not None and worker not in starting
-            worker.is_lost = not worker.is_ready and (worker.is_lost or has_failed)
-            if has_failed:
-                errors.append(worker.take_error())
+        ready = self._wait(0.0)
+        failed = [worker for worker in self.workers if worker.error is not None and worker not in starting]
+        errors = [worker.take_error() for worker in failed]
         if not ready and not starting:
             raise errors.pop(0) if errors else DraftError("The draft worker has ended.")  # held by no variable
         for error in errors:
             logger.warning(f"Going on without a draft worker. {error}")
         return ready
-
-    # ---------------------------------------------------------------- the end
 
     def close(self) -> None:
         """
@@ -192,9 +184,6 @@ class DraftAssistant:
         if self.finalizer.alive and os.getpid() == self.process:
             with self.lock:
                 self.finalizer()
-
-    def __enter__(self) -> "DraftAssistant":
-        return self
 
     def __exit__(self, *exception) -> None:
         self.close()

@@ -74,19 +74,16 @@ def use_cores(cores: tuple[int, ...] | None):
         pin(before)
         with _blocks.lock:
             _blocks.open.remove(cores)
-            _restore()
+            num_threads, everywhere, threads = _blocks.before
+            torch.set_num_threads(len(_blocks.open[-1]) if _blocks.open else num_threads)
+            # After the last block, those that were started in blocks, such as torch's own, may use all cores again.
+            for thread in set() if _blocks.open else _threads() - threads:
+                with contextlib.suppress(OSError):  # the thread has ended
+                    if os.sched_getaffinity(thread) in _blocks.pinned:
+                        os.sched_setaffinity(thread, everywhere)
 
 
-def _restore() -> None:
-    """Restores torch's number of threads, and after the last block the cores of threads that were started in blocks."""
-    if _blocks.open:
-        return torch.set_num_threads(len(_blocks.open[-1]))
-    num_threads, cores, threads = _blocks.before
-    torch.set_num_threads(num_threads)
-    for thread in _threads() - threads:  # such as torch's own
-        with contextlib.suppress(OSError):  # the thread has ended
-            if os.sched_getaffinity(thread) in _blocks.pinned:
-                os.sched_setaffinity(thread, cores)
+Cores = list[int] | tuple[int, ...] | None
 
 
 class TargetCores:
@@ -97,13 +94,12 @@ class TargetCores:
 
     def divide(self, is_divided: bool) -> None:
         if self.share is not None and is_divided != self.is_divided:
-            self.close()
             self.is_divided = is_divided
+            self.block.close()
             self.block.enter_context(use_cores(self.share if is_divided else None))
 
     def close(self) -> None:
-        self.is_divided = False
-        self.block.close()
+        self.divide(False)
 
 
 class DraftCores:
@@ -113,13 +109,8 @@ class DraftCores:
     only for a single call.
     """
 
-    def __init__(
-        self,
-        share: list[int] | None = None,
-        everything: list[int] | None = None,
-        threads: int = 1,  # torch's, at most, on all cores
-        half: list[int] | None = None,  # its share in calls in which it has half of all cores
-    ):
+    # With at most so many `threads` of torch on all cores. `half` is its share in calls in which it has half of them.
+    def __init__(self, share: Cores = None, everything: Cores = None, threads: int = 1, half: Cores = None):
         self.usual, self.half, self.everything, self.threads = share, half or share, everything, threads
         self.share, self.is_divided = None, False
         self.serve([])

@@ -39,11 +39,9 @@ class Call:
 class DraftServer:
     """Handles a message that has come, and otherwise takes a pass of a call's preparation, of the calls in turn."""
 
-    def __init__(
-        self, channel: Channel, model: PreTrainedModel, weights: dict | None = None, cores: DraftCores | None = None
-    ):
+    def __init__(self, channel: Channel, model: PreTrainedModel, weights: dict | None = None, cores=None):
         self.channel, self.model, self.drafts = channel, model, Drafts()
-        self.cores = cores or DraftCores()
+        self.cores: DraftCores = cores or DraftCores()
         self.calls: dict[int, Call] = {}  # by their sessions; whose preparation has waited longest is first
         self.prefix: VerifiedPrefix | None = None  # of the call that ended last, which the next call may continue
         self.kept = KeptPrefixes()  # of rows of running batches
@@ -62,7 +60,9 @@ class DraftServer:
                     number, round_ = growing.number, growing.round
                     self.grow(growing)
                 else:
-                    self.channel.awake = 0.0 if self.is_to_sleep else AWAKE
+                    # A wait keeps no core busy if it is long, or if a target computes on that core, as in its prefill.
+                    is_long = not self.calls or any(call.mode is None for call in self.calls.values())
+                    self.channel.awake = 0.0 if is_long or self.cores.are_taken_in_turn else AWAKE
                     message = self.channel.receive(None)
                     number, round_ = message.session, message.round
                     self.handle(message)
@@ -70,13 +70,10 @@ class DraftServer:
             except PeerLost:
                 raise
             except Exception:
-                self._give_up(number)
+                for one in [number] if number else list(self.calls):  # all calls if it is not known which has failed
+                    self.calls.pop(one, None)
+                self._share_cores()
                 self.channel.send(Message(Kind.ERROR, number, round_, traceback.format_exc()))
-
-    @property
-    def is_to_sleep(self) -> bool:
-        """Whether a wait may not keep a core busy: it is long, or a target computes on this core, as in its prefill."""
-        return self.cores.are_taken_in_turn or not self.calls or any(call.mode is None for call in self.calls.values())
 
     @property
     def growing(self) -> Call | None:
@@ -91,22 +88,14 @@ class DraftServer:
     def handle(self, message: Message) -> None:
         """Drops messages of a call that failed or was interrupted."""
         call = self.calls.get(message.session)
-        is_of_call = call is not None
-        if is_of_call and message.kind != Kind.END:
+        if call is not None and message.kind != Kind.END:
             wire.expect(message, message.kind, call.number, call.round)
-        match message.kind:
-            case Kind.START:
-                self._start(message)
-            case Kind.JOIN if is_of_call:
-                self._join(call, message)
-            case Kind.OUTCOME if is_of_call:
-                self._answer(call, message)
-            case Kind.SPECULATION if is_of_call:
-                self._take_proposals(call, message)
-            case Kind.END if is_of_call:
-                self._end(call)
-
-    # ---------------------------------------------------------------- between calls
+        steps = {Kind.JOIN: self._join, Kind.OUTCOME: self._answer, Kind.SPECULATION: self._take_proposals}
+        steps[Kind.END] = self._end
+        if message.kind == Kind.START:
+            self._start(message)
+        elif call is not None and message.kind in steps:
+            steps[message.kind](call, message)
 
     def _start(self, message: Message) -> None:
         own = self.model.config.get_text_config(decoder=True).vocab_size
@@ -137,7 +126,7 @@ class DraftServer:
         if self.weights is not None and self.model.device.type != "cpu":  # a CPU model uses the shared memory itself
             copy_shared_weights(self.model, self.weights)
 
-    def _end(self, call: Call) -> None:
+    def _end(self, call: Call, message: Message) -> None:
         del self.calls[call.number]
         self._share_cores()
         call.speculator.end()
@@ -145,16 +134,8 @@ class DraftServer:
             self.prefix.decoder.close()
         self.prefix = call.speculator.drafter.prefix
 
-    def _give_up(self, number: int) -> None:
-        """Ends the call that has failed, or all calls if it is not known which has."""
-        for one in [number] if number else list(self.calls):
-            self.calls.pop(one, None)
-        self._share_cores()
-
     def _share_cores(self) -> None:
         self.cores.serve([(call.request.has_half, call.mode != IN_TURN) for call in self.calls.values()])
-
-    # ---------------------------------------------------------------- in a call
 
     def _join(self, call: Call, message: Message) -> None:
         rows, vocab_size = len(call.speculator.finished), call.speculator.drafter.vocab_size

@@ -32,7 +32,7 @@ _starting = threading.Lock()
 
 
 def launch_draft(
-    model: PreTrainedModel | str | os.PathLike,
+    model: Draft,
     device: str | torch.device | None = None,
     num_threads: int | None = None,
     dtype: str | torch.dtype | None = None,
@@ -92,7 +92,7 @@ def launch_draft(
     """
     check_system()
     model = without_wrapper(model)
-    if not isinstance(model, (PreTrainedModel, str, os.PathLike)):
+    if not isinstance(model, Draft):
         kind = type(model).__name__
         raise TypeError(f"hf_ssd.launch_draft takes a transformers model, or a folder or hub id, not a {kind}.")
     if devices is not None and (device is not None or not devices):

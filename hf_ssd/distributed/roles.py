@@ -55,8 +55,7 @@ class Roles:
         self.device = torch.device("cpu") if self.is_draft else self.worker_device
         self.store, _, _ = next(dist.rendezvous("env://"))  # kept: the first rank may be its server
         self.on_one_machine = local_world_size == world_size
-        self._is_done, self._process = False, os.getpid()
-        self.ranks: TargetRanks | None = None
+        self._is_done, self._process, self.ranks = False, os.getpid(), None
         if self.is_draft:
             return
         # transformers insists on a world of exactly tp_size ranks, so the target's ranks get their own world.
@@ -225,9 +224,6 @@ def check_heads(config: PreTrainedConfig, tp_size: int) -> None:
             )
 
 
-# ---------------------------------------------------------------- the workers of draft ranks
-
-
 def meeting_of(place: dict, number: int) -> dict:
     """Returns where the child of this number meets the target. `place` is the place of the notes of its rank."""
     return {**place, "prefix": f"{place['prefix']}/{number}"}
@@ -249,8 +245,8 @@ class SupervisedChild:
         deadline = time.monotonic() + SUPERVISOR_TIMEOUT
         while self.is_running and time.monotonic() < deadline:
             time.sleep(POLL)
-        written = "" if self.is_running else self.notes.get(f"ended/{self.number}").decode("utf-8", errors="replace")
-        return written.strip()
+        written = b"" if self.is_running else self.notes.get(f"ended/{self.number}")
+        return written.decode("utf-8", errors="replace").strip()
 
     def end(self) -> None:
         self.notes.set(f"kill/{self.number}", "yes")

@@ -5,7 +5,7 @@ import dataclasses
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
@@ -23,20 +23,25 @@ from .wire import PLAN, Field, Kind, Message, ProtocolError
 NOT_FOR_THE_DRAFT = ("compile_config", "cache_config", "watermarking_config", "continuous_batching_config")
 KEPT = "kept"  # a translation that the worker has from an earlier call
 MOST_WORKERS, MOST_TOKENS = 1024, 2**22
-REQUEST = {  # fields of a call that are numbers
-    "seed": Field(0, 2**31 - 1),
-    "vocab_size": Field(1, MOST_TOKENS),
-    "worker_index": Field(0, MOST_WORKERS - 1),
-    "num_workers": Field(1, MOST_WORKERS),
-    "has_half": Field(0, 1, read=bool),
-    "prompt_length": Field(),
-    "weights_version": Field(),
-    "keep_prefixes": Field(AUTO),
-}
+RAISED = "The draft raised"
 
 
 class DraftError(RuntimeError):
     """The draft worker died, hung, raised, or sent something that makes no sense."""
+
+
+@contextlib.contextmanager
+def raised_as(kind: type[Exception], what: str):
+    """Raises any exception as one of this kind: a model, and transformers that reads a damaged value, may raise any."""
+    try:
+        yield
+    except Exception as error:
+        raise kind(f"{what} {type(error).__name__}: {error}") from error
+
+
+def integer(*limits: int, read=int, **options):
+    """Returns a field of [`SessionRequest`] that travels as an integer within these limits."""
+    return field(metadata={"wire": Field(*limits, read=read)}, **options)
 
 
 @dataclass
@@ -46,16 +51,16 @@ class SessionRequest:
     config: SSDConfig
     generation_config: GenerationConfig  # the one that transformers prepared, `max_length` included
     prompts: list[torch.LongTensor]  # without padding
-    seed: int
-    vocab_size: int
+    seed: int = integer(0, 2**31 - 1)
+    vocab_size: int = integer(1, MOST_TOKENS)
     translation: Translation | None = None  # from the target's tokens to the draft's, if their tokenizers differ
     plan: Plan = Plan(AHEAD, 1, 1, 1)  # until the first outcome arrives
-    worker_index: int = 0
-    num_workers: int = 1
-    prompt_length: int | None = None  # of the longest prompt, without tokens generated before the draft was ready
-    weights_version: int = 0  # the worker drops keys and values that it computed with another one
-    has_half: bool = False  # whether the draft has half of the CPU cores
-    keep_prefixes: int = 0  # bytes within which the draft keeps texts that it has read in running batches
+    worker_index: int = integer(0, MOST_WORKERS - 1, default=0)
+    num_workers: int = integer(1, MOST_WORKERS, default=1)
+    prompt_length: int | None = integer(default=None)  # of the longest prompt, without tokens from before the draft
+    weights_version: int = integer(default=0)  # the worker drops keys and values that it computed with another one
+    has_half: bool = integer(0, 1, read=bool, default=False)  # whether the draft has half of the CPU cores
+    keep_prefixes: int = integer(AUTO, default=0)  # bytes of texts that the draft keeps in running batches
     head: object = None  # a fallback that reads hidden states of the target
     kept: KeptPrefixes | None = None  # these texts, of a draft in this process
     forced: Callable[[int, list[int]], list[int]] | None = None  # the tokens that must follow a row's new tokens
@@ -81,14 +86,12 @@ class SessionRequest:
     @classmethod
     def from_dict(cls, values: dict, translation: Translation | None, draft_size: int) -> "SessionRequest":
         """Reads a call, or raises [`ProtocolError`]. It may mean the `translation` again that came last."""
-        try:
+        with raised_as(ProtocolError, "a call cannot be read:"):
             generation_config = read_options(values["generation_config"])
             config = SSDConfig.from_dict(values["ssd_config"])
             plan, numbers, new, prompts = (values[name] for name in ("plan", "numbers", "translation", "prompts"))
             if new not in (None, KEPT):
                 translation = Translation.from_tensor(torch.tensor(new, dtype=torch.long), draft_size)
-        except Exception as error:  # transformers may raise any exception for a value of the wrong type
-            raise ProtocolError(f"a call cannot be read: {type(error).__name__}: {error}") from error
         plan, numbers = wire.read_plan(plan), wire.read_fields(REQUEST, numbers, "a call")
         vocab_size = numbers["vocab_size"]
         if numbers["worker_index"] >= numbers["num_workers"]:
@@ -104,6 +107,9 @@ class SessionRequest:
         return cls(config, generation_config, prompts, translation=translation, plan=plan, **numbers)
 
 
+REQUEST = {one.name: one.metadata["wire"] for one in dataclasses.fields(SessionRequest) if one.metadata}
+
+
 def settings_of(generation_config: GenerationConfig) -> dict:
     """Returns the settings that affect proposals as JSON can hold them."""
     # Values under names with an underscore are tensors that transformers derives anew on each side.
@@ -115,10 +121,8 @@ def settings_of(generation_config: GenerationConfig) -> dict:
 
 
 def read_options(settings: dict) -> GenerationConfig:
-    try:
+    with raised_as(ProtocolError, "settings cannot be read:"):
         return GenerationConfig.from_dict(settings)
-    except Exception as error:  # transformers may raise any exception for a value of the wrong type
-        raise ProtocolError(f"settings cannot be read: {type(error).__name__}: {error}") from error
 
 
 class DraftSession:
@@ -208,7 +212,7 @@ class WorkerSession(DraftSession):
             tail = self.channel.process.stderr_tail()
             raise DraftError(f"The draft worker has ended. {tail}".strip()) from error
         except KeyboardInterrupt:
-            self.is_reusable = self.channel.is_shared  # the other calls notice it if the worker hangs
+            self.is_reusable = len(self.channel.inboxes) > 1  # the other calls notice it if the worker hangs
             raise
         self.is_reusable = True
         return result
@@ -218,8 +222,6 @@ class WorkerSession(DraftSession):
         self.channel.leave(self.number, self.is_reusable)
 
 
-# ---------------------------------------------------------------- a draft in this process
-
 _drafts: "weakref.WeakKeyDictionary[PreTrainedModel, Drafts]" = weakref.WeakKeyDictionary()
 
 
@@ -227,7 +229,7 @@ class LocalSession(DraftSession):
     """The draft works, and prepares if a plan has a budget, while the target waits for its answer."""
 
     def __init__(self, model: PreTrainedModel, request: SessionRequest):
-        with _as_draft_error():
+        with raised_as(DraftError, RAISED):
             self.speculator = _drafts.setdefault(model, Drafts()).speculator(model, request)
             self.speculator.plan, self.joining = request.plan, []
             self.speculator.drafter.begin()
@@ -239,7 +241,7 @@ class LocalSession(DraftSession):
         self.told = outcome, plan
 
     def receive_speculation(self) -> Speculation:
-        with _as_draft_error():
+        with raised_as(DraftError, RAISED):
             self.speculator.prepare(self.speculator.plan)
             self.answer = self.speculator.complete(self.speculator.look_up(*self.told))
             while self.joining:
@@ -250,17 +252,9 @@ class LocalSession(DraftSession):
         self.speculator.take_speculation(tokens, sources)
 
     def receive_probabilities(self) -> torch.FloatTensor | None:
-        with _as_draft_error():
+        with raised_as(DraftError, RAISED):
             return self.speculator.distributions(self.answer)
 
     def close(self) -> None:
         with contextlib.suppress(Exception):  # the call has all its tokens
             self.speculator.end()
-
-
-@contextlib.contextmanager
-def _as_draft_error():
-    try:
-        yield
-    except Exception as error:
-        raise DraftError(f"The draft raised {type(error).__name__}: {error}") from error

@@ -44,9 +44,8 @@ class SeveralDrafts(DraftSession):
         deadline = time.monotonic() + self.config.timeout
         found = self._merge(self._each(lambda session: self._receive(session, deadline)))
         record = found.record
-        missed = [is_live and not is_hit for is_live, is_hit in zip(self.live, record.hits)]
-        if not record.budget or self.plan.fallback == PRIMARY:
-            missed = [False] * len(missed)  # none that the target's process proposes for
+        proposes = record.budget and self.plan.fallback != PRIMARY  # the target's process, for rows that missed
+        missed = [bool(proposes) and is_live and not is_hit for is_live, is_hit in zip(self.live, record.hits)]
 
         # 2. The primary drafts missing tokens.
         known = [len(row) for row, live, other in zip(found.tokens, self.live, missed) if live and not other]
@@ -101,8 +100,6 @@ class SeveralDrafts(DraftSession):
                 if one.probabilities is not None:
                     self.prepared[row] = one.probabilities[row, : len(one.tokens[row])]
         return merged
-
-    # ---------------------------------------------------------------- failures and the end
 
     def _each(self, step: Callable[[WorkerSession], object]) -> list:
         """Returns the results of a step for the workers with which it succeeds."""

@@ -45,7 +45,7 @@ class SharedWeights:
             self.descriptor, self.values = anonymous_file(), None
             os.ftruncate(self.descriptor, size)
             os.set_inheritable(self.descriptor, True)
-            self.memory = _map(self.descriptor, size)
+            self.memory = torch.frombuffer(mmap.mmap(self.descriptor, size), dtype=torch.uint8)
 
     @property
     def description(self) -> dict:
@@ -110,16 +110,9 @@ def _name_of(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _map(descriptor: int, size: int) -> torch.Tensor:
-    return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
-
-
 def _view(memory: torch.Tensor, place: int, dtype: torch.dtype, shape) -> torch.Tensor:
     length = torch.Size(shape).numel() * dtype.itemsize
     return memory[place : place + length].view(dtype).view(shape)
-
-
-# ---------------------------------------------------------------- what another process can rebuild
 
 
 def recipe_for(model: PreTrainedModel) -> dict:
@@ -193,7 +186,7 @@ def without_weights(recipe: dict) -> PreTrainedModel:
 
 def model_from_shared_weights(description: dict) -> PreTrainedModel:
     model = without_weights(description)
-    memory = _map(description["descriptor"], description["size"])
+    memory = torch.frombuffer(mmap.mmap(description["descriptor"], description["size"]), dtype=torch.uint8)
     tensors: dict[tuple, torch.Tensor] = {}
     for name, dtype, shape, place, is_parameter in description["entries"]:
         if (place, is_parameter) not in tensors:

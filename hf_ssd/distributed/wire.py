@@ -16,7 +16,7 @@ import torch
 from ..config import LONGEST_LOOKAHEAD, MOST_NODES
 from ..rounds import MODES, SOURCES, Outcome, Plan, RoundRecord, Speculation
 
-MAGIC, VERSION = 0x6866_5F73_7364, 29  # "hf_ssd"
+MAGIC, VERSION = 0x6866_5F73_7364, 30  # "hf_ssd"
 HEADER = struct.Struct("9q")  # magic, version, kind, session, round, bytes of JSON; the announced kind, type, length
 FRAME_LENGTH = 1024  # bytes
 TENSOR_TYPES = (torch.int32, torch.float32, torch.bfloat16, torch.float16)

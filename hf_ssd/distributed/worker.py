@@ -9,7 +9,6 @@ import signal
 import sys
 import threading
 import traceback
-from datetime import timedelta
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -27,11 +26,9 @@ from ..gguf_files import gguf_place
 from .cores import DraftCores
 from .draft_server import DraftServer
 from .meeting import join, prove
-from .transport import Channel, PeerLost
+from .transport import TRANSFER_TIMEOUT, Channel, PeerLost
 from .weights import model_from_shared_weights
 from .worker_process import DRAFT_IS_HERE, TARGET_IS_HERE, shorten_stderr
-
-AS_LONG_AS_THE_PARENT_LIVES = timedelta(days=365)
 
 
 def main() -> None:
@@ -71,7 +68,7 @@ def run() -> None:
     meeting = settings["meeting"]
     store = join(meeting, settings["timeout"])
     store.set(DRAFT_IS_HERE, json.dumps(info))
-    store.wait([TARGET_IS_HERE], AS_LONG_AS_THE_PARENT_LIVES)
+    store.wait([TARGET_IS_HERE], TRANSFER_TIMEOUT)  # or until the parent ends
     if "error" in info:
         return
     channel = Channel(store, is_target=False, hostname=meeting["hostname"])

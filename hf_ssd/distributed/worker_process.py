@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 
 from transformers.utils import logging
 
@@ -137,18 +138,17 @@ class WorkerProcess:
     def is_ready(self) -> bool:
         return not self.is_starting and self.is_alive
 
-    # ---------------------------------------------------------------- the start
-
     def begin(self) -> None:
         """Starts a process, and returns at once."""
+        self.is_lost = False
         self.kill()
         self.thread = threading.Thread(target=self._start, daemon=True)
         self.thread.start()
 
     def take_error(self) -> DraftError | None:
-        """Returns the error of the last start, and forgets it."""
-        error, self.error = self.error, None  # a cycle with its traceback would keep the memory of the call
-        return error
+        """Returns the error of the last start for a call to tell, and forgets it."""
+        error, self.error, self.is_lost = self.error, None, True
+        return error  # a cycle with its traceback would keep the memory of the call
 
     def _start(self) -> None:
         try:
@@ -156,17 +156,14 @@ class WorkerProcess:
             self.process = self.launch()
             if self.is_cancelled:
                 self.process.end()
-            try:
-                self._connect()
-            except BaseException:
-                self.kill()
-                check_file(self.process.meeting)
-                raise
-        except DraftError as error:
-            self.error = error
+            self._connect()
         except Exception as error:
-            self.error = DraftError(f"The draft worker could not be started: {error}")
-            self.error.__cause__ = error
+            self.kill()
+            check_file(getattr(self.process, "meeting", {}))
+            self.error = error
+            if not isinstance(error, DraftError):
+                self.error = DraftError(f"The draft worker could not be started: {error}")
+                self.error.__cause__ = error
 
     def _connect(self) -> None:
         """Waits until the worker has loaded its model, or raises [`DraftError`] with the worker's own message."""
@@ -192,22 +189,19 @@ class WorkerProcess:
 
     def _connected(self, store, hostname: str | None) -> Channel:
         """Connects in a thread, which is abandoned if the worker ends, because gloo keeps trying for minutes."""
-        made = []
+        made = Future()
 
         def make() -> None:
             try:
-                made.append(Channel(store, True, hostname))
+                made.set_result(Channel(store, True, hostname))
             except Exception as error:
-                made.append(error.with_traceback(None))  # the traceback holds `made`
+                made.set_exception(error.with_traceback(None))
 
-        thread = threading.Thread(target=make, daemon=True)
-        thread.start()
-        while thread.is_alive():
+        threading.Thread(target=make, daemon=True).start()
+        while not made.done():
             self._check_start()
-            thread.join(POLL)
-        if isinstance(made[0], Exception):
-            raise made.pop()  # in no variable, because that would be in a cycle with the traceback
-        return made[0]
+            wait([made], POLL)
+        return made.result()
 
     def _check_start(self) -> None:
         if not self.process.is_running:
@@ -216,8 +210,6 @@ class WorkerProcess:
             raise DraftError(f"The draft worker ended while it started: {cause}\n{written}".strip())
         if time.monotonic() > self.deadline:
             raise DraftError("The draft worker was not ready in time.")
-
-    # ---------------------------------------------------------------- the end
 
     def kill(self) -> None:
         """Ends the process at once, and the channel, which its last session closes. May be called more than once."""
