@@ -84,9 +84,7 @@ def check_pictures(args: argparse.Namespace) -> None:
             raise ValueError(f"Nothing can be written to {folder}: {error.strerror}.") from error
 
 
-def compare(
-    args: argparse.Namespace, target, draft, batches: list[dict], tokenizers: dict | None = None, launch=None
-) -> None:
+def compare(args, target, draft, batches: list[dict], tokenizers: dict | None = None, launch=None) -> None:
     """Measures all methods with batches of inputs in turn, prints tables, and writes the files that are asked for."""
     cores, tables = cores_for(args, target, draft), {}
     launch = launch or functools.partial(hf_ssd.launch_draft, draft)

@@ -135,16 +135,15 @@ def measure(args: argparse.Namespace, found: models.Models, texts: list[str], kn
         if schedule is None:
             busy = f"before, {known['load']:.2f} programs for each core"
             raise NotMeasured(f"{whole} (the first answers took {spent:.0f} s; {busy})")
-        tokens, work.repeats, before, compared = schedule
-        skipped = compared < len(methods)
-        if tokens < wanted or skipped or before < TURNS:
-            tell(f"{whole}; now answers of {tokens} tokens are compared")
-        methods = dict(itertools.islice(methods.items(), compared))
-        bench.options["max_new_tokens"], bench.deadline = tokens, start + args.seconds
-        bench.calls = before + work.repeats * compared
+        skipped, work.repeats = schedule.methods < len(methods), schedule.turns
+        if schedule.tokens < wanted or skipped or schedule.before < TURNS:
+            tell(f"{whole}; now answers of {schedule.tokens} tokens are compared")
+        methods = dict(itertools.islice(methods.items(), schedule.methods))
+        bench.options["max_new_tokens"], bench.deadline = schedule.tokens, start + args.seconds
+        bench.calls = schedule.before + schedule.turns * schedule.methods
         # 3. The planner measures the pair, and then the methods take turns.
-        for turn in range(1, before + 1):
-            tell(f"getting to know the pair, call {turn} of {before}")
+        for turn in range(1, schedule.before + 1):
+            tell(f"getting to know the pair, call {turn} of {schedule.before}")
             learning.append(bench.run(methods[SSD], turn))
         bench.measure(methods, warm_ups=0)
         return conclude(methods, learning, last_planner(target, assistant or target), known, skipped)

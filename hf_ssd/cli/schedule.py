@@ -1,6 +1,7 @@
 """How much of a check fits into its seconds."""
 
 import math
+from typing import NamedTuple
 
 from .methods import Run
 
@@ -10,8 +11,15 @@ TURNS = 3  # a turn for each kind of question, and as many calls with SSD before
 MARGIN = 1.25  # the seconds that are asked for, over those that are expected
 
 
-def schedule_for(seconds: float, plain: Run, methods: int, tokens: int, repeats: int) -> tuple | None:
-    """Returns the tokens of an answer, the turns, the calls before them, and the methods that fit into `seconds`."""
+class Schedule(NamedTuple):
+    tokens: int  # of an answer
+    turns: int
+    before: int  # calls with SSD before the turns
+    methods: int  # that are compared
+
+
+def schedule_for(seconds: float, plain: Run, methods: int, tokens: int, repeats: int) -> Schedule | None:
+    """Returns the part of a check that fits into `seconds`, or `None` if no comparison does."""
     few = min(TURNS, repeats)
     levels = [(turns, TURNS, methods, tokens) for turns in range(repeats, few - 1, -1)]
     # Then answers are shorter; then plain generation and SSD are compared alone; then in a single turn.
@@ -19,7 +27,7 @@ def schedule_for(seconds: float, plain: Run, methods: int, tokens: int, repeats:
     for turns, before, compared, least in levels:
         fitting = math.floor((seconds / (before + turns * compared) - plain.prefill) * plain.speed)
         if fitting >= min(least, tokens):
-            return min(fitting, tokens), turns, before, compared
+            return Schedule(min(fitting, tokens), turns, before, compared)
     return None
 
 
