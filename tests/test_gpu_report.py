@@ -66,7 +66,7 @@ def test_a_dry_run_does_all_of_it(tmp_path):
 
 @pytest.mark.slow
 def test_a_target_that_several_devices_share(tmp_path):
-    run(*dry_run(tmp_path), "--target-ranks", 2, "--only", "speed", env=ENVIRONMENT)
+    run(*dry_run(tmp_path), "--target-ranks", 2, "--only", "speed", "--max-new-tokens", 6, env=ENVIRONMENT)
     data, _ = read(tmp_path)
     assert "failed" not in data["speed"], (tmp_path / "ranks.txt").read_text()
     cells = {c["method"]: c for c in data["speed"]["cells"] if "T = 0, 8 rows" in c["setting"]}
@@ -78,7 +78,7 @@ def test_a_target_that_several_devices_share(tmp_path):
 
 @pytest.mark.slow
 def test_what_was_done_before_it_was_killed_can_be_read(tmp_path):
-    words = [*dry_run(tmp_path), "--only", "speed", "--turns", "1000"]
+    words = [*dry_run(tmp_path), "--only", "speed", "--turns", "1000", "--max-new-tokens", "4"]
     process = subprocess.Popen([sys.executable, *words], cwd=ROOT, env=ENVIRONMENT, stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 120
