@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 
 from hf_ssd import SSDConfig
 from hf_ssd.distributed.sessions import SessionRequest
-from hf_ssd.drafting.cache_shapes import CANDIDATES, SHAPES, allocate, chances_of_counts, outcome_chances, shape_for
+from hf_ssd.drafting.cache_shapes import SHAPES, allocate, chances_of_counts, shape_for
 from hf_ssd.drafting.drafts import Drafts
 from hf_ssd.drafting.outcome_candidates import UNUSED, OutcomeCandidates
 
@@ -57,46 +57,6 @@ def test_shapes_by_hand():
     assert shape_for(SSDConfig(fan_out=[3, 0, 5])).fan_outs(view, 8) == [[2, 2, 2, 2]] * 3  # another lookahead
 
 
-def mean_round(shape, acceptance, after_rejection, at_the_end):
-    """A round in which the draft's probabilities are the mean ones, and the chances that the shape takes from them."""
-    lookahead = len(acceptance)
-    probabilities = np.array([after_rejection] * lookahead + [at_the_end])[None]
-    tokens = np.arange(CANDIDATES) + np.zeros((1, lookahead + 1, 1), dtype=np.int64)
-    limits = [CANDIDATES] * (lookahead + 1)
-    view = OutcomeCandidates(tokens, probabilities, acceptance[None], np.zeros((1, lookahead)), [False], limits)
-    if hasattr(shape, "accepted"):  # it calibrates the draft's probabilities
-        ranks = np.log(np.arange(1, CANDIDATES + 1))
-        acceptance = shape.accepted(view.drafted_log_odds, view.luck)[0]
-        after_rejection = shape.right_after_rejection(view.log_odds[0, 0], ranks)
-        at_the_end = shape.right_at_the_end(view.log_odds[0, -1], ranks)
-    return view, (acceptance, after_rejection, at_the_end)
-
-
-def covered_and_prepared(name, lookahead, seed, budgets, prepares=None):
-    """The mass that a shape says it covers, and that of what it (or another shape) prepares."""
-    generator = np.random.default_rng(seed)
-    acceptance = generator.uniform(0.1, 0.95, lookahead)
-    guesses = -np.sort(-generator.dirichlet(np.full(2 * CANDIDATES, 0.2), 2))[:, :CANDIDATES]
-    shape = shape_for(SSDConfig(fan_out=name if isinstance(name, str) else name[: lookahead + 1]))
-    view, chances = mean_round(shape, acceptance, *guesses)
-    mass, prepared = outcome_chances(*chances), []
-    for budget in budgets:
-        (fan_out,) = (shape if prepares is None else shape_for(SSDConfig(fan_out=prepares))).fan_outs(view, budget)
-        prepared.append(sum(mass[k, :count].sum() for k, count in enumerate(fan_out)))
-    return shape.covered(*chances, budgets), prepared
-
-
-@pytest.mark.parametrize("name", [*SHAPES, [3, 0, 2, 1, 1, 5]], ids=str)
-@pytest.mark.parametrize("lookahead", [1, 5])
-def test_the_mass_that_a_shape_covers_is_that_of_what_it_prepares(name, lookahead):
-    for seed in range(5):
-        covered, prepared = covered_and_prepared(name, lookahead, seed, [1, 2, 7, 24, 48])
-        assert covered == pytest.approx(prepared, abs=1e-9)
-    # The mutant: another shape prepares. Shapes may agree where there are only two accepted counts.
-    others = (covered_and_prepared(name, lookahead, 0, [1, 2, 7, 24, 48], other) for other in ("uniform", "confidence"))
-    assert any(covered != pytest.approx(prepared, abs=1e-3) for covered, prepared in others)
-
-
 @given(st.lists(st.floats(0, 1), max_size=8))
 def test_chances_of_counts_by_enumeration(acceptance):
     chances = chances_of_counts(np.array(acceptance)).tolist()
@@ -136,11 +96,10 @@ def simulated_hits(shape, rounds=400, budget=8, lookahead=4, vocab_size=40, less
 
 def test_confidence_beats_the_shapes_that_do_not_look_at_the_round():
     rates = {name: simulated_hits(shape_for(SSDConfig(fan_out=name))) for name in SHAPES}
-    assert rates["confidence"] > rates["geometric"] + 0.05 and rates["confidence"] > rates["uniform"] + 0.05
+    others = 0.05 + max(rates["geometric"], rates["uniform"])
+    assert rates["confidence"] > others
     # The mutant: it learns the opposite of what happened.
-    assert (
-        simulated_hits(shape_for(SSDConfig(fan_out="confidence")), lesson=lambda k: 4 - k) < rates["geometric"] + 0.05
-    )
+    assert simulated_hits(shape_for(SSDConfig(fan_out="confidence")), lesson=lambda k: 4 - k) < others
 
 
 def hits_with_luck(known, rounds=400, budget=4, lookahead=4, vocab_size=40):
@@ -207,12 +166,17 @@ def test_confidence_takes_rows_that_hit_fallbacks_and_end_as_if_each_were_alone(
 
 def test_confidence_learns_nothing_from_finished_rows():
     shape, seen = shape_for(SSDConfig()), candidates(rows=2)
-    before = [model.weights.tolist() for model in (shape.accepted, shape.right_after_rejection, shape.right_at_the_end)]
+
+    def learned():
+        return [
+            model.weights.tolist() for model in (shape.accepted, shape.right_after_rejection, shape.right_at_the_end)
+        ]
+
+    before = learned()
     shape.learn(seen, [-1, -1], [0, 0])
-    after = [model.weights.tolist() for model in (shape.accepted, shape.right_after_rejection, shape.right_at_the_end)]
-    assert before == after
+    assert learned() == before
     shape.learn(seen, [0, -1], [0, 0])  # the mutant: one of them is not finished
-    assert shape.accepted.weights.tolist() != before[0]
+    assert learned() != before
 
 
 # ---------------------------------------------------------------- what is kept between calls
