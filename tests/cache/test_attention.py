@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations import sdpa_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -12,8 +11,7 @@ from hf_ssd.cache.cached_model import CachedModel
 from hf_ssd.cache.ragged import RaggedCache
 from hf_ssd.cache.view import view_of
 
-from ..helpers.families import sharp_model, tiny_config
-from ..helpers.tiny import FAMILIES, SIZES, tiny_model
+from ..helpers.tiny import FAMILIES, tiny_model
 
 
 class Layer(torch.nn.Module):
@@ -50,28 +48,6 @@ def test_a_verification_copies_no_keys(family, monkeypatch):
         decoder.extend(torch.tensor([[5, 6]]), [3])
         assert bool(copies) == (view is not None)
     assert model.config._attn_implementation == "sdpa"
-
-
-def eager():
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES), attn_implementation="eager").eval()
-
-
-def sparse():
-    """Such models apply the choice of their indexer only under the names `sdpa` and `eager`."""
-    model = tiny_model()
-    model.config.layer_types = ["indexed_attention"] * model.config.num_hidden_layers
-    return model
-
-
-def falcon():
-    """Asks whether its implementation is "sdpa", and otherwise computes attention itself."""
-    return sharp_model(tiny_config("falcon"))
-
-
-@pytest.mark.parametrize("make", [eager, sparse, falcon])
-def test_models_that_know_attention_functions_by_name_keep_theirs(make):
-    assert CachedModel(tiny_model(), RaggedCache()).has_grouped_heads
-    assert not CachedModel(make(), RaggedCache()).has_grouped_heads
 
 
 @torch.inference_mode()
