@@ -85,6 +85,24 @@ def output_distribution(p, q, lookahead, point_mass=False, said=None):
     return joint
 
 
+NO_PROBABILITIES = [float("nan"), float("inf"), 0.0, -0.5, -float("inf")]
+
+
+def found_and_expected(lost=None, lookahead=2):
+    """Distributions for a draft of whose q behind each odd token another number may arrive than what it draws from."""
+    p, q = random_tree(lookahead, seed=1), random_tree(lookahead, seed=2)
+    said = dict(q)
+    for prefix in said if lost is not None else ():
+        if prefix and prefix[-1] % 2:
+            said[prefix] = torch.full_like(q[prefix], lost)
+    return output_distribution(p, q, lookahead, said=said), plain_distribution(p, lookahead + 1)
+
+
+@pytest.mark.parametrize("value", NO_PROBABILITIES)
+def test_what_cannot_be_a_probability_is_rejected_and_the_target_decides_alone(value):
+    torch.testing.assert_close(*found_and_expected(value), atol=1e-6, rtol=0)
+
+
 @pytest.mark.parametrize("lookahead", [1, 2, 3])
 @pytest.mark.parametrize("case", ["dense", "truncated", "equal", "point mass"])
 def test_output_distribution_is_the_targets(lookahead, case):
@@ -110,28 +128,33 @@ def residual_of_the_next_position(p, q, drafted, accepted):
     return residual_distribution(p, q, drafted, (accepted + 1).clamp(max=drafted.shape[1]))
 
 
+def accept_whatever_q_is(p, q, drafted):
+    ratio = p[:, :-1].gather(2, drafted[:, :, None]).squeeze(2) / q.gather(2, drafted[:, :, None]).squeeze(2)
+    return ratio.nan_to_num(1.0)
+
+
+def residual_whatever_q_is(p, q, drafted, accepted):
+    rows = torch.arange(len(accepted))
+    place = accepted.clamp(max=drafted.shape[1] - 1)
+    residual = (p[rows, accepted] - q[rows, place]).nan_to_num(0.0, 1.0).clamp(min=0) + 1e-12
+    return torch.where((accepted < drafted.shape[1])[:, None], residual, p[rows, accepted])
+
+
 @pytest.mark.parametrize(
-    "name, mutant",
+    "name, mutant, lost",  # the number that arrives in place of some of q
     [
-        ("residual_distribution", residual_without_q),
-        ("residual_distribution", residual_of_the_next_position),
-        ("acceptance_probabilities", accept_if_likeliest),
-        ("acceptance_probabilities", accept_without_q),
+        ("residual_distribution", residual_without_q, None),
+        ("residual_distribution", residual_of_the_next_position, None),
+        ("acceptance_probabilities", accept_if_likeliest, None),
+        ("acceptance_probabilities", accept_without_q, None),
+        ("acceptance_probabilities", accept_whatever_q_is, 0.0),
+        ("residual_distribution", residual_whatever_q_is, float("inf")),
     ],
 )
-def test_plausible_mistakes_change_the_distribution(monkeypatch, name, mutant):
+def test_plausible_mistakes_change_the_distribution(monkeypatch, name, mutant, lost):
     monkeypatch.setattr(verification, name, mutant)
-    p, q = random_tree(2, seed=1), random_tree(2, seed=2)
-    difference = (output_distribution(p, q, 2) - plain_distribution(p, 3)).abs().max()
-    assert difference > 1e-3
-
-
-def test_impossible_tokens_are_never_accepted(monkeypatch):
-    """Even when the random number is exactly 0."""
-    monkeypatch.setattr(Noise, "uniform", lambda self, places: torch.zeros(places.shape))
-    scores = torch.tensor([[[0.0, -torch.inf, 0.0], [0.0, 0.0, 0.0]]])
-    accepted, bonus, _ = verify(scores, torch.full((1, 1, 3), 1 / 3), torch.tensor([[1]]))
-    assert accepted.item() == 0 and bonus.item() != 1
+    found, expected = found_and_expected(lost)
+    assert (found - expected).abs().max() > 1e-3
 
 
 def share_accepted(monkeypatch, p, bits=52):
@@ -170,53 +193,16 @@ def test_equal_distributions_always_accept():
 
 # ---------------------------------------------------------------- what is no probability
 
-NO_PROBABILITIES = [float("nan"), float("inf"), 0.0, -0.5, -float("inf")]
-
-
-def distribution_where_q_is_lost(value, lookahead=2):
-    """A draft that draws as it always does, but of whose rows behind each odd token another number arrives."""
-    p, q = random_tree(lookahead, seed=1), random_tree(lookahead, seed=2)
-    said = {prefix: torch.full_like(row, value) if prefix and prefix[-1] % 2 else row for prefix, row in q.items()}
-    return output_distribution(p, q, lookahead, said=said), plain_distribution(p, lookahead + 1)
-
 
 @pytest.mark.parametrize("value", NO_PROBABILITIES)
-def test_what_cannot_be_a_probability_is_rejected_and_the_target_decides_alone(value):
-    torch.testing.assert_close(*distribution_where_q_is_lost(value), atol=1e-6, rtol=0)
-
-
-def accept_whatever_q_is(p, q, drafted):
-    ratio = p[:, :-1].gather(2, drafted[:, :, None]).squeeze(2) / q.gather(2, drafted[:, :, None]).squeeze(2)
-    return ratio.nan_to_num(1.0)
-
-
-def residual_whatever_q_is(p, q, drafted, accepted):
-    rows = torch.arange(len(accepted))
-    place = accepted.clamp(max=drafted.shape[1] - 1)
-    residual = (p[rows, accepted] - q[rows, place]).nan_to_num(0.0, 1.0).clamp(min=0) + 1e-12
-    return torch.where((accepted < drafted.shape[1])[:, None], residual, p[rows, accepted])
-
-
-@pytest.mark.parametrize(
-    "name, mutant, value",
-    [
-        ("acceptance_probabilities", accept_whatever_q_is, 0.0),
-        ("residual_distribution", residual_whatever_q_is, float("inf")),
-    ],
-)
-def test_mistakes_about_what_cannot_be_a_probability_are_noticed(monkeypatch, name, mutant, value):
-    monkeypatch.setattr(verification, name, mutant)
-    found, expected = distribution_where_q_is_lost(value)
-    assert not torch.allclose(found, expected, atol=1e-3, rtol=0)
-
-
-@pytest.mark.parametrize("value", NO_PROBABILITIES)
-def test_no_random_number_accepts_what_cannot_be_a_probability(monkeypatch, value):
+def test_no_random_number_accepts_what_cannot_be_a_probability_or_is_impossible(monkeypatch, value):
+    """Even when the random number is exactly 0."""
     monkeypatch.setattr(Noise, "uniform", lambda self, places: torch.zeros(places.shape))
-    q = torch.full((2, 1, VOCAB), 1 / VOCAB)
-    q[0, 0, 3] = value
-    accepted, bonus, unlikely = verify(torch.zeros(2, 2, VOCAB), q, torch.tensor([[3], [3]]))
-    assert accepted.tolist() == [0, 1] and ((0 <= bonus) & (bonus < VOCAB)).all() and unlikely.tolist() == [0, 0]
+    scores, q = torch.zeros(3, 2, VOCAB), torch.full((3, 1, VOCAB), 1 / VOCAB)
+    q[0, 0, 3], scores[2, 0, 3] = value, -torch.inf
+    accepted, bonus, unlikely = verify(scores, q, torch.full((3, 1), 3))
+    assert accepted.tolist() == [0, 1, 0] and ((0 <= bonus) & (bonus < VOCAB)).all() and bonus[2] != 3
+    assert not unlikely.any()
 
 
 def test_accepted_tokens_that_no_one_draws_are_counted():
