@@ -8,7 +8,7 @@ import types
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 
 import hf_ssd
 from hf_ssd.cache import trial
@@ -17,13 +17,13 @@ from hf_ssd.cache.trial import check_supported
 from hf_ssd.generation.target import Features
 
 from ..helpers import tiny
+from ..helpers.comparing import settings
 from ..helpers.families import sharp_model, tiny_config
 from ..helpers.heads import expected_features, tiny_head
 from ..helpers.tiny import VOCAB, padded_batch, tiny_draft, tiny_model
 
 OPTIONS = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 ENDS = {"eos_token_id": [5, 9, 11, 23, 41]}
-IN_TURN = hf_ssd.SSDConfig(lookahead=4, asynchronous=False)
 
 
 @pytest.fixture
@@ -31,18 +31,13 @@ def target():
     return hf_ssd.enable(tiny_model())
 
 
-def settings_of(draft):
-    return {"assistant_model": draft, "ssd_config": IN_TURN}
-
-
 def speculated(target, draft, rows=2, generate=None, least=1.2, **options):
-    options, settings = {**OPTIONS, **options}, {"lookahead": 4}
-    return tiny.speculated(target, draft, padded_batch(rows), settings, generate, least, **options)
+    return tiny.speculated(target, draft, padded_batch(rows), {"lookahead": 4}, generate, least, **OPTIONS | options)
 
 
 def refusal(generate, draft, **inputs):
     with pytest.raises(ValueError) as error:
-        generate(**(inputs or padded_batch(2)), **OPTIONS, **settings_of(draft))
+        generate(**(inputs or padded_batch(2)), **OPTIONS, **settings(draft))
     return str(error.value)
 
 
@@ -82,11 +77,11 @@ def hooked(module, hook):
 def test_a_hook_that_acts_on_some_tokens_of_a_pass_is_refused_by_its_name(tokens, is_called_before, dtype, draft):
     target = hf_ssd.enable(tiny_model().to(dtype))
     if is_called_before:
-        target.generate(**padded_batch(2), **OPTIONS, **settings_of(draft))
+        target.generate(**padded_batch(2), **OPTIONS, **settings(draft))
     with hooked(target.model.layers[1], steering(tokens)):
         said = refusal(target.generate, draft)
         assert "forward hook `" in said and "add_vector` on `model.layers.1`" in said and "mask" not in said
-    output = target.generate(**padded_batch(2), **OPTIONS, **settings_of(draft), return_dict_in_generate=True)
+    output = target.generate(**padded_batch(2), **OPTIONS, **settings(draft), return_dict_in_generate=True)
     assert output.ssd_stats.tokens_per_round > 1.2
 
 
@@ -210,7 +205,7 @@ def test_a_hook_on_a_model_that_is_fed_tokens_again_behind_its_states():
     target, draft = hf_ssd.enable(sharp_model(tiny_config("lfm2"))), tiny_model()
     plain = target.generate(**padded_batch(2), **OPTIONS)
     with hooked(target.model.layers[1], lambda module, inputs, output: None):
-        output = target.generate(**padded_batch(2), **OPTIONS, **settings_of(draft), return_dict_in_generate=True)
+        output = target.generate(**padded_batch(2), **OPTIONS, **settings(draft), return_dict_in_generate=True)
     assert torch.equal(output.sequences, plain) and output.ssd_stats.draft_failure is None
     with hooked(target.model.layers[1], steering(slice(20, None))):
         assert "add_vector" in refusal(target.generate, draft)
@@ -250,6 +245,14 @@ def test_lora_speculates_with_the_adapter_that_is_active(draft):
     assert not torch.equal(seen[0], seen[1]) and not torch.equal(seen[1], seen[2])
 
 
+def test_a_draft_with_an_adapter_drafts_and_prompt_tuning_is_refused(target):
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], r=4)
+    speculated(target, get_peft_model(tiny_draft(), config).eval())
+    tuned = get_peft_model(tiny_model(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    with pytest.raises(ValueError, match="Prompt and prefix tuning"):
+        hf_ssd.enable(tuned)
+
+
 @pytest.mark.parametrize("is_enabled", [True, False])
 def test_an_activated_lora_is_refused_by_its_name(is_enabled, draft):
     model, inputs = lora(name="judge", alora_invocation_tokens=[7, 8]), padded_batch(1)
@@ -258,7 +261,7 @@ def test_an_activated_lora_is_refused_by_its_name(is_enabled, draft):
     with model.disable_adapter():
         without = model.generate(**inputs, **OPTIONS)
         if not is_enabled:  # it is found although the model has been tried
-            assert torch.equal(generate(**inputs, **OPTIONS, **settings_of(draft)), without)
+            assert torch.equal(generate(**inputs, **OPTIONS, **settings(draft)), without)
     assert not torch.equal(model.generate(**inputs, **OPTIONS), without)
     said = refusal(generate, draft, **inputs)
     assert "adapter 'judge' is an activated LoRA " in said and "disable the adapter" in said
@@ -267,7 +270,7 @@ def test_an_activated_lora_is_refused_by_its_name(is_enabled, draft):
 def test_rows_with_adapters_of_their_own_speculate(draft):
     model, names = lora(lora(), "other", seed=1), {"adapter_names": ["default", "other", "__base__"]}
     generate = generate_of(model, is_enabled=False)
-    generate(**padded_batch(3), **{**OPTIONS, **ENDS}, **settings_of(draft))
+    generate(**padded_batch(3), **{**OPTIONS, **ENDS}, **settings(draft))
     found = speculated(model, draft, 3, generate, 1.05, **ENDS, **names).sequences
     assert not torch.equal(found, model.generate(**padded_batch(3), **{**OPTIONS, **ENDS}))
     lengths = (found != 0).sum(-1)

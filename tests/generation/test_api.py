@@ -1,10 +1,8 @@
 """An enabled model is copied, pickled and saved like any other."""
 
 import copy
-import functools
 import io
 import pickle
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -73,26 +71,3 @@ def test_a_draft_is_copied_after_its_weights_are_shared():
             parameter.zero_()
     accepted.append(speculated(target, draft, settings=settings).ssd_stats.column("accepted"))
     assert accepted[0] == accepted[1] and max(map(max, accepted[0])) > 0
-
-
-class Wrapper(torch.nn.Module):
-    """What is known here of a `PeftModel`."""
-
-    def __init__(self, model, is_prompt_learning=False):
-        super().__init__()
-        self.model, self.active_peft_config = model, SimpleNamespace(is_prompt_learning=is_prompt_learning)
-
-    def get_base_model(self):
-        return self.model
-
-    def generate(self, **arguments):
-        return self.model.generate(**arguments)
-
-
-def test_the_model_in_a_peft_model_takes_part(draft):
-    target = Wrapper(tiny_model())
-    speculated(target, Wrapper(draft), generate=functools.partial(hf_ssd.generate, target))
-    assert hf_ssd.enable(target) is target
-    assert speculated(target, Wrapper(draft)).ssd_stats.acceptance_rate > 0
-    with pytest.raises(ValueError, match="Prompt and prefix tuning"):
-        hf_ssd.enable(Wrapper(tiny_model(), is_prompt_learning=True))
