@@ -7,16 +7,15 @@ import torch
 
 import hf_ssd
 from hf_ssd.drafting.drafter import Completion
-from hf_ssd.generation import loop, verification
 from hf_ssd.generation.proposers import ngrams, proposers
 from hf_ssd.generation.proposers.proposers import Proposers
 from hf_ssd.planning.cost_model import CostModel
 from hf_ssd.planning.fixed_plan import FixedPlan
-from hf_ssd.rounds import IN_TURN, NGRAM, NOTHING, PLAIN, PREPARED, PRIMARY, Plan
+from hf_ssd.rounds import IN_TURN, NGRAM, NOTHING, PLAIN, PREPARED, PRIMARY
 
 from ..helpers.comparing import as_plain, generate
 from ..helpers.preparing import preparing
-from ..helpers.sampled_strings import SOME_PAIRS, every_pair, p_value, power
+from ..helpers.sampled_strings import SOME_PAIRS, p_value, power
 from ..helpers.tiny import padded_batch, tiny_draft, tiny_model
 
 FEW = 12  # tokens, so that texts repeat themselves
@@ -71,6 +70,8 @@ def test_greedy_tokens_are_those_of_plain_generate(pair, competing):
     behind = [now.sources[row] for before, now in zip(records, records[1:]) for row in now.live
               if before.sources[row] == NGRAM]  # fmt: skip
     assert PREPARED in behind
+    # The draft does nothing where all rows have an n-gram.
+    assert not any(record.steps for record in records if {record.sources[row] for row in record.live} == {NGRAM})
 
 
 def test_a_worker_gives_the_tokens_of_drafting_in_turn(target, draft, assistant, competing):
@@ -191,41 +192,3 @@ def the_drafts_q(monkeypatch):
 def test_an_ngram_that_does_not_count_as_certain_is_noticed(small, some_pairs, monkeypatch, mutant):
     mutant(monkeypatch)
     assert sampled(power, small, seed=31) > 0.99
-
-
-class Alone:
-    """A planner with which n-grams of the text are verified, and nothing is drafted."""
-
-    expects_draft, plan = False, Plan(PLAIN, early=7)
-
-    def begin_call(self):
-        pass
-
-    def observe(self, before, now):
-        pass
-
-    def reason_of(self, records):
-        assert any((record.mode, {*record.sources}) == (PLAIN, {NGRAM}) for record in records)
-        return ""
-
-
-def sampled_alone(measure, small, monkeypatch):
-    monkeypatch.setattr(loop, "planner_for", lambda *_: Alone())
-    return measure(*small, calls=12, seed=2, lookahead="auto", budget="auto", prompt=every_pair())
-
-
-@pytest.mark.slow
-def test_strings_of_ngrams_without_a_draft_have_the_targets_distribution(small, monkeypatch):
-    assert sampled_alone(p_value, small, monkeypatch) > 1e-3
-
-
-@pytest.mark.slow
-def test_a_rejected_ngram_that_may_come_again_is_noticed(small, monkeypatch):
-    """The mutant for the test above: the next token is drawn from p although the n-gram's token was rejected."""
-    residual = verification.residual_distribution
-
-    def as_drawn(p, q, drafted, accepted):
-        return residual(p, q, drafted, accepted) if q is not None else p[torch.arange(len(accepted)), accepted]
-
-    monkeypatch.setattr(verification, "residual_distribution", as_drawn)
-    assert sampled_alone(power, small, monkeypatch) > 0.99

@@ -5,14 +5,13 @@ import functools
 
 import pytest
 import torch
-from transformers import GenerationConfig, Seq2SeqTrainer, Seq2SeqTrainingArguments, StoppingCriteria, pipeline
+from transformers import GenerationConfig, Seq2SeqTrainer, Seq2SeqTrainingArguments, pipeline
 from transformers.models.auto.tokenization_auto import AutoTokenizer
 
 import hf_ssd
-from hf_ssd.distributed import launch
 
 from ..helpers.servers import PAIR
-from ..helpers.tiny import padded_batch, ready, tiny_draft, tiny_model
+from ..helpers.tiny import padded_batch, tiny_draft, tiny_model
 from ..helpers.vocabularies import DRAFT, TARGET, renamed_draft, tokenizer
 
 CONFIG = hf_ssd.SSDConfig(lookahead=3, budget=8, asynchronous=False)
@@ -133,39 +132,3 @@ def test_a_trainer_that_predicts_with_generate_speculates(bound, tmp_path, monke
     plain = trainer.predict(rows, **OPTIONS, ssd_config=None).predictions
     assert (found == plain).all() and len(outputs) == 4
     assert all(output.ssd_stats.tokens_per_round > 1.1 for output in outputs[:2])
-
-
-class Asks(StoppingCriteria):
-    """A criterion that lets the target generate a few tokens within a call, and stops nothing."""
-
-    def __init__(self, target):
-        self.target, self.answers = target, []
-
-    def __call__(self, input_ids, scores, **kwargs):
-        if input_ids.shape[1] % 8 == 0:
-            self.answers.append(self.target.generate(input_ids[:, -4:], max_new_tokens=6, do_sample=False))
-        return torch.zeros(len(input_ids), dtype=torch.bool)
-
-
-@pytest.mark.parametrize("is_a_folder", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_call_within_a_call_of_a_bound_target(is_a_folder, tmp_path):
-    draft = tiny_draft(disagreement=0.01)
-    if is_a_folder:
-        draft.save_pretrained(tmp_path)
-        draft = tmp_path
-    target, of_plain = hf_ssd.enable(tiny_model(), draft, hf_ssd.SSDConfig(lookahead=3, budget=8)), Asks(tiny_model())
-    options, hits = {**padded_batch(2), **OPTIONS, "max_new_tokens": 24}, []
-    plain = of_plain.target.generate(**options, stopping_criteria=[of_plain])
-    try:
-        for call in range(3):
-            asks = Asks(target)
-            output = target.generate(**options, stopping_criteria=[asks])
-            assert torch.equal(output.sequences, plain.sequences) and output.ssd_stats.draft_failure is None
-            assert len(asks.answers) == len(of_plain.answers) > 2
-            assert all(torch.equal(*pair) for pair in zip(asks.answers, of_plain.answers))
-            hits.append(output.ssd_stats.hit_rate)
-            if call == 0:
-                ready(launch._assistants_of_paths[str(draft)] if is_a_folder else launch._assistants[draft])
-        assert min(hits[1:]) > 0.1
-    finally:
-        hf_ssd.close(draft)
