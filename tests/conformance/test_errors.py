@@ -7,17 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     DynamicCache,
     GenerationConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
     LlamaConfig,
-    MambaConfig,
-    MambaForCausalLM,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
     StaticCache,
     SynthIDTextWatermarkingConfig,
     T5Config,
@@ -105,6 +99,10 @@ def started(target, draft, **options):
         ({"assistant_model": Path(__file__).parent}, "is a folder without a model"),
         ({"ssd_config": 3}, "must be an hf_ssd.SSDConfig or a dict, but is a int"),
         ({"ssd_config": {"lookahed": 3}}, "did you mean 'lookahead'"),
+        ({"ssd_config": {"drafter": "parallel"}}, "no `pard_token`"),
+        ({"ssd_config": {"drafter": "fast"}}, "is 'fast', but must be .auto., .autoregressive., .parallel."),
+        ({"assistant_model": tiny_draft(pard_token=97)}, "is 97, which is not in its vocabulary of 97 tokens"),
+        ({"assistant_model": tiny_draft(pard_token="<mask>")}, "is '<mask>', which is not in its vocabulary"),
         ({"ssd_config": hf_ssd.SSDConfig(fallback=NeedsMore())}, "`fallback` is a NeedsMore, which cannot propose"),
         ({"num_assistant_tokens": 4}, "`num_assistant_tokens` is a setting of transformers' assisted generation"),
         ({"num_assistant_tokens_schedule": "constant"}, "`num_assistant_tokens_schedule` is a setting"),
@@ -129,24 +127,20 @@ def test_a_sampled_call_of_a_huge_vocabulary_is_refused_and_greedy_calls_have_no
 # ---------------------------------------------------------------- models: the arguments of a call, and its words
 
 
-def recurrent():
-    return MambaForCausalLM(MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=97))
-
-
-def encoder_decoder():
-    return T5ForConditionalGeneration(T5Config(vocab_size=97, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2))
-
-
-def gpt2(trains=False, **changes):
-    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=97, **changes)).eval()
+def of_family(family, attention=None, trains=False, kind=AutoModelForCausalLM, **changes):
+    config = tiny_config(family)
+    config.update(changes)
+    model = sharp_model(config, kind=kind)
+    if attention is not None:
+        model.config._attn_implementation = attention
     if trains:
         check_supported(model)
         model.train()  # so that its dropout is at work
     return model
 
 
-def no_positions():
-    return BloomForCausalLM(BloomConfig(vocab_size=97, hidden_size=16, n_layer=1, n_head=2))
+def encoder_decoder():
+    return T5ForConditionalGeneration(T5Config(vocab_size=97, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2))
 
 
 def attention_without_masks():
@@ -157,12 +151,9 @@ def attention_without_masks():
 
 
 def several_positions():
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
-    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
-    config = Qwen2_5_VLConfig(text_config={**SIZES, "rope_parameters": rope}, vision_config=vision)
     positions = torch.arange(9).repeat(4, 1, 1)
     positions[1, 0, 3:5] = 3  # an image
-    return {"target": Qwen2_5_VLForConditionalGeneration(config), "position_ids": positions}
+    return {"target": of_family("qwen2_5_vl", kind=AutoModelForImageTextToText), "position_ids": positions}
 
 
 def stops_by_itself():
@@ -171,26 +162,19 @@ def stops_by_itself():
     return target
 
 
-def of_family(family, attention=None):
-    model = sharp_model(tiny_config(family))
-    if attention is not None:
-        model.config._attn_implementation = attention
-    return model
-
-
 FORGETS = "other logits for several tokens behind its recurrent state"
 TRAINS = "GPT2LMHeadModel is in training mode.*call model.eval()"
 KINDS = "`DynamicCache\\(\\)` has no layers of the kinds .*config=model.config"
 MODELS = [
     *[(lambda make=make, side=side: {side: make()}, words) for side in ("target", "draft")
-      for make, words in ((recurrent, "recurrent"), (encoder_decoder, "encoder-decoder"))],
-    (lambda: {"target": gpt2(trains=True), "draft": gpt2()}, TRAINS),
-    (lambda: {"target": gpt2(), "draft": gpt2(trains=True)}, TRAINS),
-    (lambda: {"target": no_positions()}, "BloomForCausalLM takes no `position_ids`"),
+      for make, words in ((lambda: of_family("mamba"), "recurrent"), (encoder_decoder, "encoder-decoder"))],
+    (lambda: {"target": of_family("gpt2", trains=True)}, TRAINS),
+    (lambda: {"draft": of_family("gpt2", trains=True)}, TRAINS),
+    (lambda: {"target": of_family("bloom")}, "BloomForCausalLM takes no `position_ids`"),
     (lambda: {"target": attention_without_masks()},
      'which takes no 4D masks; load it with attn_implementation="sdpa"'),
     (several_positions, "tokens that have several different positions each"),
-    (lambda: {"target": gpt2(add_cross_attention=True), "encoder_hidden_states": torch.zeros(1, 3, 16)},
+    (lambda: {"target": of_family("gpt2", add_cross_attention=True), "encoder_hidden_states": torch.zeros(1, 3, 32)},
      "encoder_hidden_states .an input that plain generation feeds"),
     (lambda: {"target": stops_by_itself()}, "set model.generation_config.stop_strings = None"),
     (lambda: {"target": of_family("deepseek_v32"), CACHE: DynamicCache()}, KINDS),

@@ -2,21 +2,14 @@
 
 import pytest
 import torch
-from transformers import (
-    DynamicCache,
-    GPT2Config,
-    GPT2LMHeadModel,
-    MaxLengthCriteria,
-    Phi3Config,
-    Phi3ForCausalLM,
-    StoppingCriteriaList,
-)
+from transformers import DynamicCache, MaxLengthCriteria, StoppingCriteriaList
 
 import hf_ssd
 from hf_ssd.cache.cache_name import CACHE
 from hf_ssd.cache.cached_model import CachedModel
 
-from ..helpers.tiny import SIZES, padded_batch, tiny_draft, tiny_model
+from ..helpers.families import sharp_model, tiny_config
+from ..helpers.tiny import padded_batch, tiny_draft, tiny_model
 
 IN_TURN = {"ssd_config": hf_ssd.SSDConfig(lookahead=4, budget=4, asynchronous=False)}
 GREEDY = {"do_sample": False, "return_dict_in_generate": True}
@@ -77,9 +70,9 @@ def test_a_limit_of_another_kind_is_noticed(target, monkeypatch, case):
 
 
 def learned_positions(count):
-    torch.manual_seed(0)
-    config = GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=97, n_positions=count, initializer_range=0.3)
-    return hf_ssd.enable(GPT2LMHeadModel(config).eval())
+    config = tiny_config("gpt2")
+    config.n_positions = count
+    return hf_ssd.enable(sharp_model(config))
 
 
 def test_a_model_may_have_no_positions_beyond_the_limit():
@@ -110,11 +103,11 @@ def test_token_types_go_on_as_in_plain_generation(monkeypatch, is_forgotten):
 
 
 def longrope():
-    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
-    sizes = {**SIZES, "max_position_embeddings": 64, "original_max_position_embeddings": 24}
-    rope = {"rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": 24, **factors}
-    torch.manual_seed(0)
-    return Phi3ForCausalLM(Phi3Config(**sizes, rope_parameters=rope)).eval()
+    rope = {"rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": 24}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    config = tiny_config("phi3")
+    config.update({"max_position_embeddings": 64, "original_max_position_embeddings": 24, "rope_parameters": rope})
+    return sharp_model(config)
 
 
 def dynamic():
