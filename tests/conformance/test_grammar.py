@@ -1,5 +1,6 @@
 """Structured output: the JSON of a schema, as plain generate() writes it with the same processor."""
 
+import contextlib
 import json
 import re
 import sys
@@ -28,24 +29,30 @@ GREEDY = {"max_new_tokens": 70, "do_sample": False, "return_dict_in_generate": T
 GREEDY |= {"eos_token_id": TOKENIZER.eos_token_id, "pad_token_id": 0}
 
 
-def read(text: str) -> list:
-    """The JSON of an answer, which follows the schema as far as it goes."""
+def strings(text: str) -> None:
+    """Checks that an answer is JSON of the schema."""
     found = json.loads(text)
     assert len(found) == 2 and all(isinstance(one, str) and 4 <= len(one) <= 12 for one in found)
-    return found
 
 
-def as_plain(target, draft, inputs, make=lambda: hf_ssd.Grammar(STRINGS, TOKENIZER), **options):
-    """Checks that tokens and scores of a call are those of plain generate(), and that they are JSON."""
+def of_strings():
+    return hf_ssd.Grammar(STRINGS, TOKENIZER)
+
+
+def check_answers(tokens, check=strings):
+    for row in tokens:
+        check(TOKENIZER.decode(row, skip_special_tokens=True))
+
+
+def as_plain(target, draft, inputs, make=of_strings, check=strings, of_config=(), **options):
+    """Checks that tokens and scores of a call are those of plain generate(), and what its answers are."""
     options, outputs = {**GREEDY, **options}, []
-    for ssd in ({}, settings(draft)):
-        outputs.append(target.generate(**inputs, **options, **ssd, logits_processor=LogitsProcessorList([make()])))
+    for ssd in ({}, settings(draft, **dict(of_config))):
+        outputs.append(target.generate(**inputs, **options, **ssd, logits_processor=[make()]))
     plain, output = outputs
     assert torch.equal(output.sequences, plain.sequences) and output.ssd_stats.draft_failure is None
-    for row in output.sequences[:, inputs["input_ids"].shape[1] :]:
-        read(TOKENIZER.decode(row, skip_special_tokens=True))
-    new = output.sequences[:, -len(output.scores) :]
-    kept = (new != 0).T
+    check_answers(output.sequences[:, inputs["input_ids"].shape[1] :], check)
+    kept = (output.sequences[:, -len(output.scores) :] != 0).T
     ours, theirs = torch.stack(output.scores)[kept], torch.stack(plain.scores)[kept]
     assert torch.equal(ours.isinf(), theirs.isinf())
     torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)
@@ -107,7 +114,7 @@ def test_with_other_processors(pair):
     assert as_plain(target, draft, padded_batch(3), repetition_penalty=1.2).tokens_per_round > 1
     texts = []
     for ssd in ({}, settings(draft)):
-        processors = LogitsProcessorList([hf_ssd.Grammar(STRINGS, TOKENIZER), notes])
+        processors = [of_strings(), notes]
         texts.append(target.generate(**padded_batch(3), **GREEDY, **ssd, logits_processor=processors).sequences)
     assert torch.equal(*texts)
 
@@ -123,23 +130,21 @@ def test_a_grammar_serves_one_call_after_the_other(pair):
         made = [one]
         first = target.generate(**inputs, **cut, **ssd, logits_processor=made).sequences
         rest = target.generate(first, **GREEDY, **ssd, logits_processor=made).sequences
-        read(TOKENIZER.decode(rest[0, 9:], skip_special_tokens=True))
+        check_answers(rest[:, 9:])
         asked = torch.cat([rest, padded_batch(1)["input_ids"]], dim=1)
         answer = target.generate(asked, **GREEDY, **ssd, logits_processor=made).sequences
-        read(TOKENIZER.decode(answer[0, asked.shape[1] :], skip_special_tokens=True))
+        check_answers(answer[:, asked.shape[1] :])
 
 
 def test_beams_of_plain_generate(pair):
     inputs = padded_batch(2)
     options = {"max_new_tokens": 70, "eos_token_id": TOKENIZER.eos_token_id, "pad_token_id": 0, "num_beams": 3}
-    made = [hf_ssd.Grammar(STRINGS, TOKENIZER)]
-    for row in pair[0].generate(**inputs, **options, logits_processor=made)[:, 9:]:
-        read(TOKENIZER.decode(row, skip_special_tokens=True))
+    check_answers(pair[0].generate(**inputs, **options, logits_processor=[of_strings()])[:, 9:])
 
 
 def test_a_text_that_another_processor_led_astray_ends(pair):
     wrong = TOKENIZER.convert_tokens_to_ids("x")
-    scores = hf_ssd.Grammar(STRINGS, TOKENIZER)
+    scores = of_strings()
     prompt = torch.tensor([[5, 6]])
     scores(prompt, torch.zeros(1, 97))
     for length in (1, 2):
@@ -168,15 +173,8 @@ def by_keys():
     return hf_ssd.Grammar(KEYS, TOKENIZER)
 
 
-def json_of_keys(target, draft, inputs, of_config=()):
-    """The statistics of a greedy call, whose tokens are those of plain generate()."""
-    options = {**GREEDY, "output_scores": False}
-    plain = target.generate(**inputs, **options, logits_processor=[by_keys()]).sequences
-    output = target.generate(**inputs, **options, logits_processor=[by_keys()], **settings(draft, **dict(of_config)))
-    assert torch.equal(output.sequences, plain) and output.ssd_stats.draft_failure is None
-    for row in plain[:, inputs["input_ids"].shape[1] :]:
-        assert {*json.loads(TOKENIZER.decode(row, skip_special_tokens=True))} == {"first", "second"}
-    return output.ssd_stats
+def keys(text: str) -> None:
+    assert {*json.loads(text)} == {"first", "second"}
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -184,10 +182,10 @@ def json_of_keys(target, draft, inputs, of_config=()):
 def test_forced_tokens_are_proposed_for_nothing(target, draft, assistant, how, rows, monkeypatch):
     of_config = {"no draft": {"drafter": "ngram", "budget": "auto"}, "auto": {"lookahead": "auto", "budget": "auto"}}
     drafts = {"in a worker": assistant, "auto": assistant, "no draft": None}
-    call = lambda: json_of_keys(target, drafts.get(how, draft), padded_batch(rows), of_config.get(how, {}))  # noqa: E731
-    stats = call()
+    call = target, drafts.get(how, draft), padded_batch(rows), by_keys, keys, of_config.get(how, {})
+    stats = as_plain(*call)
     monkeypatch.setattr(hf_ssd.Grammar, "forced", lambda *_: [])
-    without = call()
+    without = as_plain(*call)
     assert len(stats.records) < 0.7 * len(without.records)
     if how != "auto":  # all forced tokens are accepted, four at a time
         assert {NGRAM} <= {source for record in stats.records for source in record.sources}
@@ -197,12 +195,12 @@ def test_forced_tokens_are_proposed_for_nothing(target, draft, assistant, how, r
 
 def test_wrong_forced_tokens_cost_speed_alone(target, draft, monkeypatch):
     monkeypatch.setattr(hf_ssd.Grammar, "forced", lambda self, row, gained: [5, 7, 9])
-    assert json_of_keys(target, draft, padded_batch(3)).tokens_per_round < 1.5
+    assert as_plain(target, draft, padded_batch(3), by_keys, keys).tokens_per_round < 1.5
 
 
 def test_requests_of_a_running_batch_have_grammars_of_their_own(target, draft):
     inputs = [padded_batch(1, seed=seed)["input_ids"] for seed in (0, 1, 2)]
-    makes = [by_keys, lambda: hf_ssd.Grammar(STRINGS, TOKENIZER), by_keys]
+    makes = [by_keys, of_strings, by_keys]
     options = {"max_new_tokens": 70, "do_sample": False, "eos_token_id": TOKENIZER.eos_token_id, "pad_token_id": 0}
     plain = [target.generate(ids, **options, logits_processor=[make()])[0, 9:] for ids, make in zip(inputs, makes)]
     config = hf_ssd.SSDConfig(lookahead=4, asynchronous=False)
@@ -222,11 +220,12 @@ WORDS = {"type": "string", "pattern": "^(ab?c|ba|c)*$"}
 EOS = FEW.eos_token_id
 
 
-def exact(target):
+@pytest.fixture(scope="module")
+def exact(small):
     """
     The probabilities of all strings of three tokens after the first one, by the processor as plain generate() calls it.
     """
-    warpers = LogitsProcessorList([TemperatureLogitsWarper(0.8), TopKLogitsWarper(4)])
+    (target, _), warpers = small, LogitsProcessorList([TemperatureLogitsWarper(0.8), TopKLogitsWarper(4)])
     chances = {(): 1.0}
     for _ in range(4):
         longer = {}
@@ -248,30 +247,23 @@ def exact(target):
     return joint
 
 
-def counts(small, **changes):
+def counts(small, exact, **changes):
     options = {"eos_token_id": EOS, "pad_token_id": 0, "logits_processor": [hf_ssd.Grammar(WORDS, FEW)]}
-    return counts_of(
-        *small, exact=exact(small[0]), options=options, seed=3, **{"at_least": 1.02, "calls": 6, **changes}
-    )
+    return counts_of(*small, exact=exact, options=options, seed=3, **{"at_least": 1.02, "calls": 6, **changes})
 
 
 @pytest.mark.parametrize("ahead", [slowly(False), True])
-def test_sampled_json_has_the_distribution_of_plain_generate(small, ahead):
-    if not ahead:
-        found, expected = counts(small)
-    else:
-        with preparing() as hits:
-            found, expected = counts(small)
-        assert 0.1 < sum(hits) / len(hits) < 0.95
+def test_sampled_json_has_the_distribution_of_plain_generate(small, exact, ahead):
+    with preparing() if ahead else contextlib.nullcontext() as hits:
+        found, expected = counts(small, exact)
+    assert not ahead or 0.1 < sum(hits) / len(hits) < 0.95
     assert (expected > 0.01).sum() > 6 and chi_square(found, expected) > 1e-3
 
 
-def test_a_matcher_that_is_not_rolled_back_changes_the_distribution(small, monkeypatch):
+def test_a_matcher_that_is_not_rolled_back_changes_the_distribution(small, exact, monkeypatch):
     """The mutant for the test above."""
-    expected = exact(small[0])
     not_rolled_back(monkeypatch)
-    monkeypatch.setattr(sys.modules[__name__], "exact", lambda _: expected)
-    assert power_of(*counts(small, at_least=0, calls=3)) > 0.99
+    assert power_of(*counts(small, exact, at_least=0, calls=3)) > 0.99
 
 
 # ---------------------------------------------------------------- refusals
