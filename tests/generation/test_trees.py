@@ -22,9 +22,10 @@ from hf_ssd.noise import Noise
 from hf_ssd.rounds import NGRAM, PREPARED, RoundRecord, Speculation
 from hf_ssd.timeline import intervals
 
+from ..helpers import comparing
 from ..helpers.families import sharp_model, tiny_config
 from ..helpers.preparing import preparing
-from ..helpers.tiny import FAMILIES, VOCAB, speculated, tiny_model
+from ..helpers.tiny import VOCAB, speculated, tiny_model
 
 TOKENS = st.integers(2, VOCAB - 1)
 
@@ -50,67 +51,6 @@ def texts_of(row: int, length: int) -> torch.LongTensor:
     return torch.randint(2, VOCAB, (length,), generator=torch.Generator().manual_seed(row))
 
 
-def fed(model, lengths: list[int], tree: Tree):
-    """Returns the cached model, and the logits of a pass over the last token of each row and its tree."""
-    decoder = CachedModel(model, RaggedCache())
-    texts = torch.stack([texts_of(row, max(lengths)) for row in range(len(lengths))])
-    decoder.extend(texts, [0] * len(lengths))
-    starts = [length - 1 for length in lengths]  # the columns behind are written again
-    last = torch.stack([texts_of(row, max(lengths))[length - 1 : length] for row, length in enumerate(lengths)])
-    nodes = torch.cat([last, torch.tensor(tree.tokens)], dim=1)
-    return decoder, decoder.extend_tree(nodes, starts, torch.from_numpy(tree.ancestors()))
-
-
-def check_logits(model, lengths, tree):
-    """Compares with single passes over each node's own text."""
-    _, logits = fed(model, lengths, tree)
-    for row, length in enumerate(lengths):
-        text = texts_of(row, max(lengths))[:length]
-        for node in range(-1, len(tree.tokens[0])):
-            path = [tree.tokens[row][one] for one in ancestry(tree.parents[row], node)]
-            alone = model(torch.cat([text, torch.tensor(path, dtype=torch.long)])[None]).logits[0, -1]
-            assert torch.allclose(logits[row, node + 1], alone, atol=1e-4), (row, node)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_node_has_the_logits_of_its_own_text(family):
-    model = tiny_model(family)
-
-    @settings(max_examples=8)
-    @given(tree=random_trees(2), lengths=st.lists(st.integers(2, 12), min_size=2, max_size=2))
-    @torch.inference_mode()
-    def check(tree, lengths):
-        check_logits(model, lengths, tree)
-
-    check()
-
-
-def sees_siblings(self):
-    return np.tril(np.ones_like(ANCESTORS(self)))
-
-
-def at_depth_of_columns(self, tokens, lengths, sees):
-    """Positions as if each token followed the one in the column before it."""
-    return self.extend(tokens, lengths)
-
-
-ANCESTORS = Tree.ancestors
-
-
-@pytest.mark.parametrize(
-    "owner, name, mutant",
-    [(Tree, "ancestors", sees_siblings), (CachedModel, "extend_tree", at_depth_of_columns)],
-    ids=["a sibling sees a sibling", "the positions of a chain"],
-)
-@torch.inference_mode()
-def test_a_mask_or_position_of_another_node_is_noticed(owner, name, mutant, monkeypatch):
-    tree = Tree([[5, 6, 7, 8]], [[-1, 0, -1, 0]], 2)
-    check_logits(tiny_model(), [6], tree)
-    monkeypatch.setattr(owner, name, mutant)
-    with pytest.raises(AssertionError):
-        check_logits(tiny_model(), [6], tree)
-
-
 @settings(max_examples=60)
 @given(tree=random_trees(3), data=st.data())
 def test_a_path_takes_the_child_that_is_chosen(tree, data):
@@ -124,24 +64,6 @@ def test_a_path_takes_the_child_that_is_chosen(tree, data):
             wanted = [one for one in children if tokens[one] == chosen[last + 1]]
             assert node == (wanted or children)[0]
         assert path[-1] not in parents  # nothing follows its end
-
-
-@torch.inference_mode()
-def check_next_pass(move=RaggedCache.move_columns):
-    """The columns of a path stand where those of a chain would: a pass over the next token sees the right text."""
-    model, tree = tiny_model(), Tree([[5, 6, 7, 8], [9, 10, 11, 12]], [[-1, 0, -1, 0], [-1, 0, -1, 0]], 2)
-    decoder, _ = fed(model, [6, 4], tree)
-    move(decoder.cache, [(0, 6 + 2, 6), (1, 4 + 3, 5)])  # the rows go on with node 2, and with nodes 0 and 3
-    logits = decoder.extend(torch.tensor([[20], [21]]), [7, 6])
-    for row, (length, path) in enumerate([(6, [7, 20]), (4, [9, 12, 21])]):
-        alone = model(torch.cat([texts_of(row, 6)[:length], torch.tensor(path)])[None]).logits[0, -1]
-        assert torch.allclose(logits[row, 0], alone, atol=1e-4)
-
-
-def test_the_columns_of_a_path_are_those_of_a_chain():
-    check_next_pass()
-    with pytest.raises(AssertionError):
-        check_next_pass(lambda cache, moves: None)
 
 
 def test_a_speculation_with_siblings_is_a_tree_of_its_trunk_and_them():
@@ -175,13 +97,29 @@ def test_a_branch_goes_on_behind_a_sibling_that_was_accepted():
 
 
 def call(pair, max_new_tokens=40, vocabulary=VOCAB, **settings):
-    target, draft = pair
-    config = {"lookahead": 3, "budget": 8, "tree_nodes": 8, "asynchronous": False, **settings}
     inputs = {"input_ids": torch.stack([texts_of(row, 9) for row in range(2)]) % vocabulary}
-    options = {"max_new_tokens": max_new_tokens, "do_sample": False, "return_dict_in_generate": True}
-    output = target.generate(**inputs, **options, assistant_model=draft, ssd_config=hf_ssd.SSDConfig(**config))
-    assert torch.equal(output.sequences, target.generate(**inputs, **options).sequences)
-    return output.ssd_stats
+    config = {"tree_nodes": 8, **settings}
+    return speculated(*pair, inputs, config, least=0.9, max_new_tokens=max_new_tokens).ssd_stats
+
+
+def sees_siblings(tree, ancestors=Tree.ancestors):
+    return np.tril(np.ones_like(ancestors(tree)))
+
+
+MUTANTS = {
+    "a sibling sees a sibling": (Tree, "ancestors", sees_siblings),
+    "the positions of a chain": (CachedModel, "extend_tree", lambda self, tokens, at, sees: self.extend(tokens, at)),
+    "the columns of a path stay": (RaggedCache, "move_columns", lambda self, moves: None),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mistakes_in_a_pass_over_trees_change_the_text(mutant, target, draft, monkeypatch):
+    """The mutants for the trees of `tests/matrix.py`."""
+    call((target, draft))
+    monkeypatch.setattr(*MUTANTS[mutant])
+    with pytest.raises(AssertionError):
+        call((target, draft))
 
 
 def test_trees_give_more_tokens_a_round_than_the_chain_in_them(target, draft):
@@ -242,17 +180,6 @@ def test_nan_of_a_drafted_token_does_not_reach_the_last_token_of_a_row(draft):
         speculated(target, draft, inputs, settings, max_new_tokens=count, least=0.9)
 
 
-def test_an_accepted_sibling_is_no_bias_of_processors(target, draft):
-    """Processors that read the text are not applied where a path is looked for, only where it is decided."""
-    options = {"repetition_penalty": 1.7, "max_new_tokens": 30, "do_sample": False}
-    inputs = {"input_ids": texts_of(0, 9)[None]}
-    config = hf_ssd.SSDConfig(lookahead=3, budget=8, tree_nodes=9, asynchronous=False)
-    output = target.generate(
-        **inputs, **options, assistant_model=draft, ssd_config=config, return_dict_in_generate=True
-    )
-    assert torch.equal(output.sequences, target.generate(**inputs, **options)) and 9 in output.ssd_stats.column("nodes")
-
-
 def test_any_path_gives_the_same_text(target, draft, monkeypatch):
     """What is accepted depends on the path, and what is decided does not."""
     best = call((target, draft)).tokens_per_round
@@ -263,13 +190,13 @@ def test_any_path_gives_the_same_text(target, draft, monkeypatch):
 
 
 def test_paths_are_those_of_whole_batches_where_few_rows_fit_in_memory_at_once(target, draft, monkeypatch):
-    inputs = {"inputs": torch.stack([texts_of(row, 9) for row in range(3)]), "do_sample": True, "max_new_tokens": 20}
-    config = {"lookahead": 3, "tree_nodes": 8, "asynchronous": False, "verification": "coupled"}
-    accepted, options = [], {"assistant_model": draft, "ssd_config": config, "return_dict_in_generate": True}
+    inputs, of_config = {"input_ids": torch.stack([texts_of(row, 9) for row in range(3)])}, {"verification": "coupled"}
+    accepted = []
     for size in (deciding.SLICE_BYTES, 1):
         monkeypatch.setattr(deciding, "SLICE_BYTES", size)
         torch.manual_seed(3)
-        accepted.append(target.generate(**inputs, **options).ssd_stats.column("accepted"))
+        output = comparing.generate(target, draft, inputs, {"tree_nodes": 8, **of_config}, do_sample=True)
+        accepted.append(output.ssd_stats.column("accepted"))
     assert accepted[0] == accepted[1] and max(map(max, accepted[0])) > 1
 
 
@@ -284,11 +211,9 @@ def test_a_place_without_a_node_is_never_accepted():
 def test_chains_are_verified_where_no_tree_can_be_and_the_sentence_says_why(target, draft, monkeypatch):
     said, inputs = [], {"input_ids": texts_of(0, 9)[None]}
     monkeypatch.setattr(trees.logger, "warning_once", said.append)
-    config = hf_ssd.SSDConfig(lookahead=3, budget=8, tree_nodes=9, asynchronous=False)
-    options = {"max_new_tokens": 9, "assistant_model": draft, "ssd_config": config, "return_dict_in_generate": True}
-    stats = target.generate(**inputs, **options, do_sample=True).ssd_stats
+    stats = comparing.generate(target, draft, inputs, {"tree_nodes": 9}, do_sample=True).ssd_stats
     assert {*stats.column("nodes")} == {0} and 'verification="coupled"' in said[0]
-    stats = target.generate(**inputs, **options, do_sample=False).ssd_stats
+    stats = comparing.generate(target, draft, inputs, {"tree_nodes": 9}).ssd_stats
     assert 9 in stats.column("nodes") and len(said) == 1
 
 
