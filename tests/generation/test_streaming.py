@@ -37,13 +37,18 @@ def test_each_row_is_streamed_as_it_grows_and_to_its_end_without_padding(target,
 
 
 class Columns(BaseStreamer):
-    """A streamer of a user's own, as plain generate() feeds it: the prompts, then a token of each row at a time."""
+    """
+    A streamer of a user's own, as plain generate() feeds it: the prompts, then a token of each row at a time. It works
+    on the tokens that it is given.
+    """
 
     def __init__(self):
         self.seen = []
 
     def put(self, value):
         self.seen.append(value.tolist())
+        if value.dim() == 1:
+            value.fill_(3)
 
     def end(self):
         self.seen.append("end")
@@ -64,12 +69,12 @@ def test_a_streamer_of_ones_own_gets_what_plain_generate_gives_it(target, rows, 
         options["eos_token_id"] = int(target.generate(**padded_batch(3), **options)[1, 14])
     if stopping == "criterion":
         options["stopping_criteria"] = [Alike()]
-    seen = []
+    seen, texts = [], []
     for ssd in ({}, {"assistant_model": tiny_draft(), "ssd_config": CONFIG}):
         streamer = Columns()
-        target.generate(**padded_batch(rows), **options, **ssd, streamer=streamer)
+        texts.append(target.generate(**padded_batch(rows), **options, **ssd, streamer=streamer))
         seen.append(streamer.seen)
-    assert seen[0] == seen[1] and len(seen[0]) > 3
+    assert seen[0] == seen[1] and len(seen[0]) > 3 and torch.equal(*texts)
 
 
 def test_tokens_that_come_too_early_are_noticed(target, monkeypatch):
