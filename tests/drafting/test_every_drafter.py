@@ -83,6 +83,8 @@ def test_the_list_is_complete():
         target = case.target()
         info = resolve(case.draft(target, 0.0), target, SSDConfig()).info
         assert drafter_kind(SSDConfig(**case.settings), info) is KINDS[case.kind or name]
+        if name == "parallel":  # it can be told to draft token by token
+            assert drafter_kind(SSDConfig(drafter="autoregressive"), info) is KINDS["autoregressive"]
 
 
 PADDED = {

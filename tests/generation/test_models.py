@@ -13,8 +13,6 @@ from accelerate.state import AcceleratorState
 from peft import LoraConfig
 from transformers import (
     GenerationMixin,
-    GPT2Config,
-    GPT2LMHeadModel,
     GraniteConfig,
     GraniteSpeechConfig,
     GraniteSpeechForConditionalGeneration,
@@ -28,7 +26,6 @@ from hf_ssd.cache.packed_linear import PackedWeight
 from hf_ssd.cache.readings import LowPrecision
 from hf_ssd.cache.support import check_own_decoding, last_position_limit
 from hf_ssd.cache.trial import check_supported
-from hf_ssd.cli.main import main
 from hf_ssd.generation import draft as draft_of_a_call
 
 from ..helpers.families import sharp_model, tiny_config
@@ -36,7 +33,6 @@ from ..helpers.packing import needs_bfloat16
 from ..helpers.tiny import SIZES, padded_batch, speculated, tiny_draft, tiny_model
 
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-ENDS = {"bos_token_id": None, "eos_token_id": None}
 CUSTOM_GENERATE = Path(__file__).parents[2] / "custom_generate"
 IN_TURN = hf_ssd.SSDConfig(lookahead=3, asynchronous=False)
 
@@ -173,9 +169,9 @@ def test_a_config_without_a_cache_is_named(draft):
 
 
 def gpt2(positions):
-    torch.manual_seed(0)
-    config = GPT2Config(n_layer=1, n_embd=32, n_head=4, vocab_size=97, n_positions=positions, **ENDS)
-    model = GPT2LMHeadModel(config).eval()
+    config = tiny_config("gpt2")
+    config.n_positions = positions
+    model = sharp_model(config)
     with torch.no_grad():
         model.transformer.wpe.weight[:] = 0.0
     return model
@@ -203,17 +199,6 @@ def test_a_limit_is_that_of_a_table_of_positions():
         assert last_position_limit(sharp_model(tiny_config(family))) is None, family
     as_many = {name: 64 for name in ("vocab_size", "max_position_embeddings", "hidden_size", "intermediate_size")}
     assert last_position_limit(tiny_model(**as_many)) is None
-
-
-@pytest.mark.slow
-def test_the_command_line_measures_a_draft_with_fewer_positions(tmp_path, capsys):
-    for name, positions in (("target", 256), ("draft", 32)):
-        gpt2(positions).save_pretrained(tmp_path / name)
-    words = [str(tmp_path / "target"), str(tmp_path / "draft"), "--repeats", "1", "--max-new-tokens", "40"]
-    assert main(["check", *words]) in (0, 1)
-    said = capsys.readouterr()
-    assert "assisted generation does not take this pair" in said.out and "Traceback" not in said.err
-    assert "pays        " in said.out
 
 
 # ---------------------------------------------------------------- classes with methods of their own
