@@ -8,7 +8,6 @@ from transformers import AutoTokenizer
 
 import hf_ssd
 from hf_ssd.drafting.sampling import DraftSampler
-from hf_ssd.drafting.verified_prefix import VerifiedPrefix
 from hf_ssd.drafting.vocabulary import Vocabulary
 from hf_ssd.generation import tokenizers
 from hf_ssd.generation.tokenizers import translation_between
@@ -107,24 +106,11 @@ def test_what_the_draft_lacks_is_never_drawn_and_what_it_draws_is_exact(name):
     assert 0 <= mapped.min() and mapped.max() < sizes[1] and all(mapped[i] == j for i, j in common.items())
 
 
-def test_texts_are_the_same_in_both_and_a_text_that_grows_is_encoded_as_from_the_start():
+def test_texts_are_the_same_in_both():
     translation = translation_between(*BOTH.values(), len(TARGET), len(DRAFT))
-    vocabulary = Vocabulary(len(TARGET), len(DRAFT), translation)
     text = [TARGET.index(token) for token in ("<s>", "gh", "k", "ab", "hi", "Z")]
-    pieces = [DRAFT[i] for i in vocabulary.encode(torch.tensor(text)).tolist()]
+    pieces = [DRAFT[i] for i in Vocabulary(len(TARGET), len(DRAFT), translation).encode(torch.tensor(text)).tolist()]
     assert pieces == ["<s>", "g", "h", "k", "h", "i", "Z"]  # "a" and "b" are letters that it lacks
-    draft, prompts = renamed_draft(), [torch.tensor(text), torch.tensor(text[:2])]
-    growing = VerifiedPrefix(draft, [prompt[:1] for prompt in prompts], None, None, vocabulary)
-    for place in range(1, len(text)):
-        live = [place < len(prompt) for prompt in prompts]
-        bonus = torch.tensor([int(prompt[place]) if one else 0 for prompt, one in zip(prompts, live)])
-        growing.grow([[token] if one else [] for one, token in zip(live, bonus)], [0, 0])
-    at_once = VerifiedPrefix(draft, prompts, None, None, vocabulary)
-    assert growing.columns == at_once.columns == [7, 3] and growing.lengths == at_once.lengths == [6, 2]
-    for row, count in enumerate(growing.columns):
-        assert torch.equal(growing.inputs.values[row, :count], at_once.inputs.values[row, :count])
-    with torch.inference_mode():
-        torch.testing.assert_close(growing.feed(0, 1), at_once.feed(0, 1), atol=1e-5, rtol=1e-5)
 
 
 # ---------------------------------------------------------------- what is compared, and refused
