@@ -1,16 +1,19 @@
 """Calls without a draft model: their plans, the distribution, and what is refused; equalities are in `matrix.py`."""
 
+import functools
+
 import pytest
 import torch
 
 import hf_ssd
+from hf_ssd.generation import verification
 from hf_ssd.generation.draft import FaultTolerantDraft
 from hf_ssd.generation.proposers.ngrams import NgramIndex
 from hf_ssd.planning.cost_model import NoDraftCosts
 from hf_ssd.rounds import IN_TURN, NGRAM, NOTHING, PLAIN
 
 from ..helpers.sampled_strings import SMALL, every_pair, p_value, power
-from ..helpers.tiny import padded_batch, tiny_draft, tiny_model
+from ..helpers.tiny import padded_batch, speculated, tiny_draft, tiny_model
 
 FEW = 12  # tokens, so that texts repeat themselves
 
@@ -26,11 +29,8 @@ def prompts(rows):
 
 
 def look_up(target, rows=1, new_tokens=40, **settings):
-    options = {**prompts(rows), "max_new_tokens": new_tokens, "do_sample": False}
-    config = hf_ssd.SSDConfig(drafter="ngram", **settings)
-    output = target.generate(**options, ssd_config=config, return_dict_in_generate=True)
-    assert torch.equal(output.sequences, target.generate(**options))
-    return output
+    config = {"drafter": "ngram", "lookahead": "auto", "budget": "auto", **settings}
+    return speculated(target, None, prompts(rows), config, least=0.9, max_new_tokens=new_tokens)
 
 
 def check_speculated(stats, rows):
@@ -48,8 +48,8 @@ def check_speculated(stats, rows):
 
 def test_a_planned_call_proposes_longer_where_the_text_repeats_itself(repeating, monkeypatch):
     monkeypatch.setattr(NoDraftCosts, "seconds_to_verify", lambda *_: 1.0)  # a wider pass costs no more
-    stats = look_up(repeating, 4, new_tokens=60).ssd_stats
-    check_speculated(stats, 4)
+    stats = look_up(repeating, new_tokens=100).ssd_stats
+    check_speculated(stats, 1)
     assert set(stats.column("mode")) == {IN_TURN} and max(stats.column("lookahead")) > 5
     assert "lookahead 16" in stats.reason
 
@@ -70,10 +70,21 @@ def test_three_token_strings_have_the_targets_distribution(small):
     assert p_value(small[0], None, **LOOKUP, seed=3) > 1e-3
 
 
-def test_a_proposal_that_does_not_count_as_certain_is_noticed(small, monkeypatch):
-    """The mutant for the test above: q is uniform instead of the point mass."""
+def uniform_instead_of_certain(monkeypatch):
     uniform = lambda self: torch.full((len(self.verified), len(self.verified[0]), SMALL), 1 / SMALL)  # noqa: E731
     monkeypatch.setattr(FaultTolerantDraft, "receive_probabilities", uniform)
+
+
+def drawn_again_from_p(monkeypatch):
+    """The next token is drawn from p although the n-gram's token was rejected, so it may come again."""
+    residual = lambda p, q, drafted, accepted: p[torch.arange(len(accepted)), accepted]  # noqa: E731
+    monkeypatch.setattr(verification, "residual_distribution", residual)
+
+
+@pytest.mark.parametrize("mutant", [uniform_instead_of_certain, drawn_again_from_p])
+def test_a_proposal_that_does_not_count_as_certain_is_noticed(small, mutant, monkeypatch):
+    """The mutants for the test above."""
+    mutant(monkeypatch)
     assert power(small[0], None, **LOOKUP, seed=3) > 0.99
 
 
@@ -113,28 +124,11 @@ def test_a_call_that_cannot_look_up_is_refused(ranks, options, words):
         target.generate(**prompts(1), ssd_config={"drafter": "ngram"}, tokenizer=object(), **options)
 
 
-def by_itself(**options):
-    return hf_ssd.enable(tiny_model(vocab_size=FEW), ssd_config=options.pop("ssd_config")).generate(**options)
-
-
-def with_a_draft_of_the_model(**options):
-    return hf_ssd.enable(tiny_model(vocab_size=FEW), tiny_draft(vocab_size=FEW)).generate(**options)
-
-
-def by_the_function(**options):
-    return hf_ssd.generate(tiny_model(vocab_size=FEW), **options)
-
-
-@pytest.mark.parametrize("call", [by_itself, with_a_draft_of_the_model, by_the_function])
-def test_a_lookup_takes_no_draft_however_it_is_called(call):
-    options = {
-        **prompts(2),
-        "max_new_tokens": 40,
-        "do_sample": False,
-        "ssd_config": {"drafter": "ngram", "lookahead": 4},
-    }
-    output = call(**options, return_dict_in_generate=True)
-    check_speculated(output.ssd_stats, 2)
+def test_a_lookup_takes_no_draft_however_it_is_called():
+    bound = hf_ssd.enable(tiny_model(vocab_size=FEW), tiny_draft(vocab_size=FEW))
+    options = {**prompts(2), "max_new_tokens": 40, "do_sample": False, "return_dict_in_generate": True}
+    for generate in (bound.generate, functools.partial(hf_ssd.generate, tiny_model(vocab_size=FEW))):
+        check_speculated(generate(**options, ssd_config={"drafter": "ngram", "lookahead": 4}).ssd_stats, 2)
 
 
 def test_advice_for_a_text_that_hardly_repeats_itself_names_a_draft_model(repeating, monkeypatch):
