@@ -18,7 +18,6 @@ import hf_ssd
 from hf_ssd import devices
 from hf_ssd.cache.ragged import RaggedLayer
 from hf_ssd.config import SSDConfig
-from hf_ssd.drafting.speculator import Speculator
 from hf_ssd.generation import running_rows
 from hf_ssd.rounds import AHEAD, IN_TURN, PLAIN
 
@@ -70,35 +69,38 @@ def all_results(manager, ids):
     return [list(manager.request_id_iter(one))[-1] for one in ids]
 
 
+def ended(manager, **one):
+    """Lets a request join, and returns it when it has ended."""
+    request = manager.requests[manager.add_request(**one)][0]
+    assert request.has_ended.wait(300)
+    if request.error is not None:
+        raise request.error
+    return request
+
+
 def run(target, draft, of_requests, settings, max_rows=3, prefill_chunk=8, seeds=None):
     """Lets the first request begin, and all others come once it has tokens. Returns the requests, which have ended."""
-    manager = hf_ssd.continuous_batching(target, draft, SSDConfig(**settings), max_rows, prefill_chunk)
-    first, *others = of_requests
-    ids = {}
+    names = []
 
-    def add(number, **options):
+    def add_others():
+        for number in range(1, len(of_requests)):
+            if seeds is not None:
+                torch.manual_seed(seeds[number])
+            names.append(manager.add_request(**of_requests[number]))
+
+    with hf_ssd.continuous_batching(target, draft, SSDConfig(**settings), max_rows, prefill_chunk) as manager:
         if seeds is not None:
-            torch.manual_seed(seeds[number])
-        inputs = of_requests[number].pop("input_ids")
-        ids[number] = manager.add_request(inputs, **of_requests[number], **options)
-
-    found = {}
-    with manager:
-        add(0, streamer=After(lambda: [add(number) for number in range(1, len(of_requests))]))
-        request = manager.requests[ids[0]][0]
-        assert request.has_ended.wait(300)
-        if request.error is not None:
-            raise request.error
-        found = [manager.requests[ids[number]][0] for number in range(len(of_requests))]
-        all_results(manager, [ids[number] for number in range(len(of_requests))])
-    return found
+            torch.manual_seed(seeds[0])
+        first = ended(manager, **of_requests[0], streamer=After(add_others))
+        others = [manager.requests[name][0] for name in names]
+        all_results(manager, names)
+        return [first, *others]
 
 
 def equal_to_alone(target, draft, settings, alone, of_requests, **options):
     """Whether all requests have the tokens of calls of their own, and which counts were accepted in each."""
-    copies = [dict(one) for one in of_requests]
     expected = [alone(number, one) for number, one in enumerate(of_requests)]
-    found = run(target, draft, copies, settings, **options)
+    found = run(target, draft, of_requests, settings, **options)
     assert [one.error for one in found] == [None] * len(found)
     is_equal = all(torch.equal(one.output, other) for one, other in zip(found, expected))
     return is_equal, [one.stats.records for one in found]
@@ -217,18 +219,6 @@ def not_cleared(monkeypatch):
     """A row that joins takes the columns of the first row."""
     take = RaggedLayer.take_row
     monkeypatch.setattr(RaggedLayer, "take_row", lambda self, place, theirs: take(self, 0, theirs))
-
-
-def before_the_outcome(monkeypatch):
-    """The draft reads a row that joins before the outcome that it came with, which says that the row has ended."""
-    prepare = Speculator.join
-
-    def join(self, *row):
-        prepare(self, *row)
-        self.catch_up()
-        self._read_joining()
-
-    monkeypatch.setattr(Speculator, "join", join)
 
 
 @pytest.mark.parametrize("mutant, expected", [(of_the_place, (True, False)), (not_cleared, (False, False))])
@@ -406,8 +396,7 @@ def test_a_request_waits_for_memory_that_running_rows_will_free(target, draft, m
 def test_a_bound_draft_and_settings_are_those_of_the_batch(draft):
     model = hf_ssd.enable(tiny_model(), draft, SSDConfig(**MODES[IN_TURN]))
     with hf_ssd.continuous_batching(model) as manager:
-        request = manager.requests[manager.add_request(**greedy()[0])][0]
-        assert request.has_ended.wait(60)
+        request = ended(manager, **greedy()[0])
     assert {record.mode for record in request.stats.records} == {IN_TURN}
 
 

@@ -20,7 +20,7 @@ from ..helpers.preparing import preparing
 from ..helpers.suites import quick_first
 from ..helpers.thread_worker import ThreadWorker
 from ..helpers.tiny import tiny_draft, tiny_model
-from .test_continuous import MODES, After, accepted_counts, all_results, equal_to_alone, greedy, mixed, plainly, run
+from .test_continuous import MODES, After, accepted_counts, all_results, equal_to_alone, mixed, plainly, run
 
 
 def eagle3():
@@ -44,7 +44,6 @@ def gemma4():
     return target, gemma4_assistant(target), {}
 
 
-HEADS = [eagle3, mtp, dflash, gemma4]
 OPTIONS = {"lookahead": 3, "on_draft_failure": "raise"}
 
 
@@ -69,13 +68,11 @@ def alone(target, draft, requests, **settings):
     return [one.sequences for one in outputs], dict(enumerate(counts)), drafted
 
 
-def is_as_alone(make, expected=None, requests=hot):
+def is_as_alone(pair, expected):
     """Whether texts are those of calls alone, and whether accepted counts and drafted tokens are."""
-    target, draft, settings = make()
-    texts, counts, drafted = expected or alone(target, draft, requests(), **settings)
-    found = []
+    (target, draft, settings), (texts, counts, drafted), found = pair, expected, []
     options = {**OPTIONS, **settings, "asynchronous": False}
-    in_batch = drafted_in(lambda: found.extend(run(target, draft, requests(), options, seeds=range(5))))
+    in_batch = drafted_in(lambda: found.extend(run(target, draft, hot(), options, seeds=range(5))))
     assert [one.error for one in found] == [None] * 5
     assert {record.mode for one in found for record in one.stats.records} == {IN_TURN}
     is_equal = all(torch.equal(one.output, text) for one, text in zip(found, texts))
@@ -88,13 +85,7 @@ def is_as_alone(make, expected=None, requests=hot):
 def test_a_head_drafts_for_a_row_what_it_drafts_alone(make):
     expected = alone(*(pair := make())[:2], hot(), **pair[2])
     assert sum(sum(count) for counts in expected[1].values() for count in counts) > 10 and len(expected[2]) > 50
-    assert is_as_alone(lambda: pair, expected) == (True, True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("make", HEADS)
-def test_greedy_texts_are_those_of_calls(make):
-    assert is_as_alone(make, requests=greedy) == (True, True)
+    assert is_as_alone(pair, expected) == (True, True)
 
 
 def of_the_earlier_row(monkeypatch):
@@ -137,7 +128,7 @@ def before_the_features(monkeypatch):
 def test_mistakes_are_noticed(mutant, make, monkeypatch):
     expected = alone(*(pair := make())[:2], hot(), **pair[2])
     mutant(monkeypatch)
-    assert is_as_alone(lambda: pair, expected) == (True, False)
+    assert is_as_alone(pair, expected) == (True, False)
 
 
 def test_rows_join_while_the_head_prepares(monkeypatch):
@@ -153,13 +144,12 @@ def test_rows_join_while_the_head_prepares(monkeypatch):
     assert sum(hits) > 3 and len(common) > 40 and all(drafted[text] == ours[text] for text in common)
 
 
-@pytest.mark.parametrize("requests, seeds", [pytest.param(greedy, None, marks=pytest.mark.slow), (hot, range(5))])
-def test_rows_join_a_worker_with_a_head(requests, seeds):
+def test_rows_join_a_worker_with_a_head():
     target, head, settings = eagle3()
-    texts, *_ = alone(target, head, requests(), **settings)
+    texts, *_ = alone(target, head, hot(), **settings)
     with hf_ssd.launch_draft(head, num_threads=1) as assistant:
         is_equal, records = equal_to_alone(
-            target, assistant, MODES[AHEAD], lambda number, _: texts[number], requests(), seeds=seeds
+            target, assistant, MODES[AHEAD], lambda number, _: texts[number], hot(), seeds=range(5)
         )
     assert is_equal and {record.mode for of_one in records for record in of_one} == {AHEAD}
     assert sum(sum(record.hits) for of_one in records for record in of_one) > 3

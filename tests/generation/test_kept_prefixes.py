@@ -16,7 +16,18 @@ from hf_ssd.rounds import AHEAD, IN_TURN, PLAIN
 
 from ..helpers.families import sharp_model, tiny_config
 from ..helpers.tiny import VOCAB, tiny_draft, tiny_model
-from .test_continuous import MODES, OF_FAMILIES, OF_HYBRIDS, After, accepted_counts, coupled, plainly, prompts, run
+from .test_continuous import (
+    MODES,
+    OF_FAMILIES,
+    OF_HYBRIDS,
+    After,
+    accepted_counts,
+    coupled,
+    ended,
+    plainly,
+    prompts,
+    run,
+)
 
 LONG = 90  # tokens of a prompt
 
@@ -31,21 +42,13 @@ def greedy(ids, tokens=16):
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": tokens, "do_sample": False}
 
 
-def ended(manager, one):
-    request = manager.requests[manager.add_request(**one)][0]
-    assert request.has_ended.wait(120)
-    if request.error is not None:
-        raise request.error
-    return request
-
-
 def chat(target, drafts, mode, keep="auto", turns=3, between=lambda turn: None):
     """Returns the manager, and the requests of a conversation, whose text each turn continues."""
     config, ids, found = SSDConfig(**MODES[mode]), prompts((LONG,))[0], []
     with hf_ssd.continuous_batching(target, drafts, config, 3, 8, keep_prefixes=keep) as manager:
         for turn in range(turns):
             between(turn)
-            found.append(ended(manager, greedy(ids)))
+            found.append(ended(manager, **greedy(ids)))
             expected = plainly(target)(turn, greedy(ids))
             found[-1].is_equal = torch.equal(found[-1].output, expected)
             ids = more(expected, 10, turn)
@@ -88,9 +91,9 @@ def test_a_hybrid_goes_on_from_its_last_state(family, mode):
     assert found[1].known >= LONG - 1  # the states after the prompt or later tokens
     assert mode == PLAIN or manager.kept_of_draft.hits >= LONG - 1
     with hf_ssd.continuous_batching(target, draft, SSDConfig(**MODES[mode]), 3, 8) as manager:
-        first = ended(manager, greedy(prompts((LONG,))[0]))
+        first = ended(manager, **greedy(prompts((LONG,))[0]))
         other = greedy(more(first.output[:, : LONG - 5], 10, 7))  # whose beginning no state has read alone
-        request = ended(manager, other)
+        request = ended(manager, **other)
         assert request.known == 0 and torch.equal(request.output, plainly(target)(0, other))
 
 
@@ -106,7 +109,7 @@ def test_columns_of_another_text_are_noticed(side, target, draft, monkeypatch):
 
     def both():
         with hf_ssd.continuous_batching(target, draft, SSDConfig(**MODES[IN_TURN]), 3, 8) as manager:
-            return [ended(manager, greedy(ids, 40)) for ids in prompts((LONG, LONG - 5))]
+            return [ended(manager, **greedy(ids, 40)) for ids in prompts((LONG, LONG - 5))]
 
     right = both()
     monkeypatch.setattr(KeptPrefixes, "_longest", of_another)
@@ -121,7 +124,7 @@ def test_rows_of_one_prompt_share_what_one_of_them_has_read(target, draft):
     one = {**greedy(prompts((LONG,))[0], 24), "do_sample": True, "temperature": 0.8}
     alone = coupled(target, draft)
     expected = [alone(number, one) for number in range(3)]
-    found = run(target, draft, [dict(one) for _ in range(3)], MODES[IN_TURN], seeds=range(3))
+    found = run(target, draft, [one] * 3, MODES[IN_TURN], seeds=range(3))
     assert all(torch.equal(request.output, other) for request, other in zip(found, expected))
     assert counts(found) == alone.accepted
     assert [request.known for request in found] == [0, LONG - 1, LONG - 1]
@@ -131,7 +134,7 @@ def test_the_prompt_of_a_system_is_read_once(target, draft):
     system = prompts((LONG,))[0]
     of_users = [greedy(more(system, 12, number)) for number in range(4)]
     expected = [plainly(target)(0, one) for one in of_users]
-    found = run(target, draft, [dict(one) for one in of_users], MODES[IN_TURN])
+    found = run(target, draft, of_users, MODES[IN_TURN])
     assert all(torch.equal(request.output, other) for request, other in zip(found, expected))
     assert [request.known >= LONG for request in found] == [False, True, True, True]
 
@@ -150,7 +153,7 @@ def test_whatever_texts_begin_alike(target, draft, data):
     places = {"max_rows": data.draw(st.integers(1, 3)), "prefill_chunk": data.draw(st.integers(1, 12))}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kept_prefixes, "WORTH_KEEPING", 2)
-        found = run(target, draft, [dict(one) for one in of_requests], settings, **places)
+        found = run(target, draft, of_requests, settings, **places)
     assert all(torch.equal(request.output, other) for request, other in zip(found, expected))
 
 
@@ -160,10 +163,10 @@ def test_whatever_texts_begin_alike(target, draft, data):
 def test_the_text_that_was_used_longest_ago_goes_first(target, draft):
     first, second, third = (greedy(ids) for ids in prompts((LONG,) * 3))
     with hf_ssd.continuous_batching(target, draft, SSDConfig(**MODES[PLAIN]), 3, 8) as manager:
-        ended(manager, first)
+        ended(manager, **first)
         size = manager.rows.kept.nbytes
     with hf_ssd.continuous_batching(target, draft, SSDConfig(**MODES[PLAIN]), 3, 8, keep_prefixes=2 * size) as manager:
-        known = [ended(manager, one).known > 0 for one in (first, second, first, third, first, second)]
+        known = [ended(manager, **one).known > 0 for one in (first, second, first, third, first, second)]
         assert known == [False, False, True, False, True, False] and 0 < manager.rows.kept.nbytes <= 2 * size
     assert not manager.rows.kept.texts and not manager.kept_of_draft.texts
 
@@ -177,7 +180,7 @@ def test_nothing_is_kept_without_free_memory(target, draft, monkeypatch):
 def test_kept_texts_make_room_for_requests(target, draft, monkeypatch):
     """A request waits for memory only if what is kept does not suffice."""
     with hf_ssd.continuous_batching(target, draft, SSDConfig(**MODES[PLAIN]), 3, 8, keep_prefixes=2**30) as manager:
-        ended(manager, greedy(prompts((LONG,))[0]))
+        ended(manager, **greedy(prompts((LONG,))[0]))
         assert manager.rows.kept.give_up(2**40) is False and manager.rows.kept.texts
         assert manager.rows.kept.give_up(1) and not manager.rows.kept.texts
 
@@ -188,7 +191,7 @@ def test_the_text_of_a_cancelled_request_is_kept(target, draft):
         stop = After(lambda: manager.cancel_request("left"), 6)
         manager.add_request(**greedy(ids, 100), request_id="left", streamer=stop)
         output = list(manager.request_id_iter("left"))[-1]
-        request = ended(manager, greedy(ids))
+        request = ended(manager, **greedy(ids))
         assert "cancelled" in output.error and request.known == LONG - 1
         assert torch.equal(request.output, plainly(target)(0, greedy(ids)))
 
