@@ -7,6 +7,7 @@ from transformers.utils import logging
 
 import hf_ssd
 from hf_ssd.cache import compiled
+from hf_ssd.cache.cached_model import view_for_passes
 
 from ..helpers.suites import slowly
 from ..helpers.tiny import padded_batch, tiny_draft, tiny_model
@@ -102,3 +103,17 @@ def test_what_cannot_be_compiled_runs_uncompiled_and_says_so_once(side, monkeypa
         assert torch.equal(output.sequences, plain) and output.ssd_stats.draft_failure is None
         assert output.ssd_stats.tokens_per_round > 1.5
     assert len(said) == 1 and "no C++ compiler" in said[0]
+
+
+@torch.no_grad()
+def test_a_part_that_is_compiled_by_itself_stays_compiled():
+    model, tokens, calls = tiny_model(), torch.tensor([[5, 7, 11, 13]]), []
+
+    def backend(graph, inputs):
+        return lambda *arguments: calls.append(1) or graph.forward(*arguments)
+
+    model.model.layers[1].mlp.compile(backend=backend)
+    view = view_for_passes(model)
+    expected, before = model(tokens).logits, len(calls)
+    torch.testing.assert_close(view(tokens).logits, expected)
+    assert len(calls) == before + 1

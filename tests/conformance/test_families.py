@@ -5,13 +5,7 @@ import dataclasses
 import pytest
 import torch
 import transformers
-from transformers import (
-    AutoModelForImageTextToText,
-    CLIPVisionConfig,
-    LlamaConfig,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-)
+from transformers import AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import hf_ssd
@@ -25,7 +19,7 @@ from hf_ssd.rounds import AHEAD
 from ..helpers import comparing
 from ..helpers.families import WINDOW, sharp_model, tiny_config
 from ..helpers.preparing import ahead, preparing
-from ..helpers.tiny import SIZES, padded_batch, tiny_model
+from ..helpers.tiny import padded_batch, tiny_llava, tiny_model
 from .models import FAMILIES, LISTED_WITH, MULTIMODAL, NOT_BUILT, PAGE, POPULAR, QUICK, REFUSED, SUPPORTED, page
 
 GREEDY = {**comparing.GREEDY, "max_new_tokens": 24, "eos_token_id": None, "output_logits": True}
@@ -184,9 +178,8 @@ def test_text_alone_with_a_target_whose_tokens_have_several_positions():
 
 def check_multimodal(name, cases):
     target = hf_ssd.enable(sharp_model(tiny_config(name), kind=AutoModelForImageTextToText))
-    is_draft = MULTIMODAL[name] == SUPPORTED and not is_recurrent(target.config)
-    draft = sharp_model(tiny_config(name), noise=0.02, kind=AutoModelForImageTextToText) if is_draft else None
-    check_target(target, draft, cases)
+    draft = sharp_model(tiny_config(name), noise=0.02, kind=AutoModelForImageTextToText)
+    check_target(target, None if is_recurrent(target.config) else draft, cases)
 
 
 # ---------------------------------------------------------------- the list
@@ -216,13 +209,7 @@ def test_the_page_of_supported_models_is_the_list():
 
 def test_a_prompt_with_an_image(prepared_in_process):
     """The target sees the image, the draft the tokens that stand for it."""
-    eyes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    vision = CLIPVisionConfig(**eyes, image_size=28, patch_size=14)  # four patches
-    config = LlavaConfig(text_config=LlamaConfig(**SIZES), vision_config=vision, image_token_index=96)
-    torch.manual_seed(0)
-    target, draft = hf_ssd.enable(LlavaForConditionalGeneration(config).eval()), tiny_model()
-    target.model.language_model.load_state_dict(draft.model.state_dict())
-    target.lm_head.load_state_dict(draft.lm_head.state_dict())
+    target, draft = hf_ssd.enable(tiny_llava()), tiny_model()
     inputs = padded_batch(3)
     inputs["input_ids"][:, 3:7], inputs["attention_mask"][:, 3:] = 96, 1
     image = torch.randn(3, 3, 28, 28)

@@ -2,22 +2,21 @@
 
 import contextlib
 import functools
-import random
-import signal
 import threading
-import time
 
 import pytest
 import torch
 
 import hf_ssd
+from hf_ssd.cache.attention import GROUPED
+from hf_ssd.cache.cached_model import view_for_passes
 from hf_ssd.generation import target as of_calls
 from hf_ssd.generation.target import Features
 from hf_ssd.rounds import AHEAD, IN_TURN
 
 from ..helpers import comparing
 from ..helpers.heads import expected_features, knows, tiny_head
-from ..helpers.tiny import padded_batch, tiny_draft, tiny_model
+from ..helpers.tiny import padded_batch, tiny_draft, tiny_llava, tiny_model
 
 SETTINGS = {"lookahead": 3, "asynchronous": False}
 OPTIONS = {"max_new_tokens": 12, "do_sample": False}
@@ -63,56 +62,36 @@ def test_threads_that_share_models_get_the_tokens_of_plain_decoding(calls, assis
     assert target.config._attn_implementation == draft.config._attn_implementation == "sdpa"
 
 
-def test_no_config_of_target_or_draft_is_written(monkeypatch):
-    """So nothing is to be restored, and another thread never sees a value that is meant for our passes."""
-    target, draft = hf_ssd.enable(tiny_model()), tiny_draft()
-    own, write = (id(target.config), id(draft.config)), type(target.config).__setattr__
+def test_nothing_of_target_and_draft_is_written(monkeypatch):
+    """So an interrupt leaves models as they were, and another thread sees no value that is meant for our passes."""
+    target, draft = hf_ssd.enable(tiny_llava()), tiny_draft()
+    target.set_attn_implementation({"vision_config": "eager", "text_config": "sdpa"})
+    models = [module for model in (target, draft) for module in model.modules() if hasattr(module, "config")]
+    configs = [target.config.text_config, *(module.config for module in models)]
+    for kind in {type(config) for config in configs}:
 
-    def guarded(self, name, value):
-        assert id(self) not in own, f"{name} of the user's config is written"
-        write(self, name, value)
+        def guarded(self, name, value, write=kind.__setattr__):
+            assert not any(self is config for config in configs), f"{name} of the user's config is written"
+            write(self, name, value)
 
-    monkeypatch.setattr(type(target.config), "__setattr__", guarded)
-    for _ in range(2):
-        output = comparing.generate(target, draft, {"input_ids": prompt(0)})
-        assert output.ssd_stats.tokens_per_round > 1
-
-
-class Interrupt(Exception):
-    pass
-
-
-def test_an_interrupt_at_any_moment_leaves_the_model_as_it_was():
-    target, draft = hf_ssd.enable(tiny_model()), tiny_draft()
-    ssd = {"assistant_model": draft, "ssd_config": hf_ssd.SSDConfig(**SETTINGS)}
-    target.generate(prompt(0), **OPTIONS, **ssd)  # the first call takes longer
-    start = time.perf_counter()
-    expected = target.generate(prompt(0), **OPTIONS, **ssd)
-    seconds = time.perf_counter() - start
-    parts = [*target.modules(), *draft.modules(), target.config, draft.config]
+        monkeypatch.setattr(kind, "__setattr__", guarded)
+    with pytest.raises(AssertionError):
+        target.config.use_cache = True
+    inputs, parts = {"input_ids": prompt(0)}, [*target.modules(), *draft.modules(), *configs]
+    comparing.generate(target, draft, inputs)  # which tries the models
     before = [dict(vars(part)) for part in parts]
+    looks = []
 
-    def interrupt(number, frame):
-        raise Interrupt
+    def look(ids, scores):
+        looks.append([dict(vars(part)) for part in parts] == before)
+        return scores
 
-    chance, interrupted = random.Random(0), 0
-    handler = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        for _ in range(200):  # an interrupt of the draft ends the draft and not the call
-            if interrupted == 8:
-                break
-            try:
-                signal.setitimer(signal.ITIMER_REAL, chance.uniform(0.05, 1) * seconds)
-                target.generate(prompt(0), **OPTIONS, **ssd)
-                signal.setitimer(signal.ITIMER_REAL, 0)
-            except Interrupt:
-                interrupted += 1
-            assert [dict(vars(part)) for part in parts] == before
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
-    assert interrupted == 8
-    assert torch.equal(target.generate(prompt(0), **OPTIONS, **ssd), expected)
+    assert comparing.generate(target, draft, inputs, logits_processor=[look]).ssd_stats.tokens_per_round > 1
+    assert len(looks) > 20 and all(looks)
+    assert target.config.text_config._attn_implementation == "sdpa"
+    view = view_for_passes(target)  # in which its parts differ
+    assert view.model.language_model.config._attn_implementation == GROUPED
+    assert view.config.vision_config._attn_implementation == "eager"
 
 
 @pytest.mark.parametrize("asynchronous", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -2,10 +2,13 @@
 
 import torch
 from transformers import (
+    CLIPVisionConfig,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     MistralConfig,
     MistralForCausalLM,
     Qwen3Config,
@@ -58,6 +61,18 @@ def tiny_draft(family: str = "llama", seed: int = 0, disagreement: float = 0.03,
         for parameter in draft.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * disagreement)
     return draft
+
+
+def tiny_llava():
+    """The Llama model, which also sees images of 28 by 28 pixels; token 96 stands for each of their four patches."""
+    eyes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = CLIPVisionConfig(**eyes, image_size=28, patch_size=14)
+    config = LlavaConfig(text_config=LlamaConfig(**SIZES), vision_config=vision, image_token_index=96)
+    torch.manual_seed(0)
+    model, text = LlavaForConditionalGeneration(config).eval(), tiny_model()
+    model.model.language_model.load_state_dict(text.model.state_dict())
+    model.lm_head.load_state_dict(text.lm_head.state_dict())
+    return model
 
 
 def padded_batch(rows: int = 4, length: int = 9, seed: int = 0):
