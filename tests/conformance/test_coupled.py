@@ -16,6 +16,7 @@ from hf_ssd.generation.trees import Tree
 from hf_ssd.noise import Noise
 from hf_ssd.rounds import AHEAD, Plan
 
+from ..helpers.at_length import AtLength
 from ..helpers.families import sharp_model, tiny_config
 from ..helpers.preparing import Whims, preparing
 from ..helpers.sampled_strings import SMALL, noise_of_rounds, p_value, power
@@ -111,20 +112,9 @@ def test_no_setting_and_no_plan_changes_a_text(examples):
 
 def test_a_text_goes_on_when_its_worker_is_killed(target, draft):
     alone = text(target)
-
-    class Kill:
-        def __call__(self, input_ids, scores, **_):
-            if input_ids.shape[1] == 15:
-                worker.workers[0].process.popen.kill()
-            return torch.zeros(len(input_ids), dtype=torch.bool)
-
     with hf_ssd.launch_draft(draft, num_threads=1) as worker:
-        torch.manual_seed(3)
-        output = target.generate(
-            **padded_batch(2), max_new_tokens=24, do_sample=True, top_k=20, return_dict_in_generate=True,
-            stopping_criteria=[Kill()], assistant_model=worker,
-            ssd_config=hf_ssd.SSDConfig(lookahead=4, budget=8, **COUPLED),
-        )  # fmt: skip
+        kill = AtLength(15, worker.workers[0].process.popen.kill)
+        output = text(target, worker, options={"logits_processor": [kill]})
     stats = output.ssd_stats
     assert stats.draft_failure and {*stats.column("mode")} == {"ahead", "plain"}
     assert torch.equal(output.sequences, alone.sequences)
