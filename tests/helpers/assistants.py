@@ -1,5 +1,6 @@
 """Tiny assistants of transformers, and tiny targets that they fit."""
 
+import contextlib
 from unittest.mock import patch
 
 import torch
@@ -16,9 +17,10 @@ from transformers import (
 
 import hf_ssd
 from hf_ssd.generation.target import Features
-from hf_ssd.rounds import IN_TURN
+from hf_ssd.rounds import AHEAD, IN_TURN
 
 from .heads import drafted_in
+from .preparing import preparing
 from .tiny import padded_batch
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -96,7 +98,9 @@ def keep_rejected_tokens(monkeypatch) -> None:
     monkeypatch.setattr(Features, "add", lambda self, features, accepted: add(self, features.roll(1, dims=1), accepted))
 
 
-def agreement(pair, reference, length: int = 9, compared: int | None = None, ends=False, **settings) -> list[bool]:
+def agreement(
+    pair, reference, length: int = 9, compared: int | None = None, ends=False, prepares=False, **settings
+) -> list[bool]:
     """
     Decodes three rows with a draft, and returns for some rounds and rows whether the same tokens are drafted as by the
     `reference`, which takes the target, the draft, a text and a number of tokens.
@@ -105,6 +109,8 @@ def agreement(pair, reference, length: int = 9, compared: int | None = None, end
         length (`int`): Of the longest prompt.
         compared (`int`, *optional*): How many tokens of a speculation are compared; by default all.
         ends (`bool`): Whether a row ends before the others, and prompts are read in chunks.
+        prepares (`bool`): Whether the draft works ahead. Tokens that it drafts just in time are compared, after hits
+            too.
         settings: Of [`SSDConfig`].
     """
     (target, draft), inputs, outputs = pair, padded_batch(3, length), []
@@ -116,10 +122,12 @@ def agreement(pair, reference, length: int = 9, compared: int | None = None, end
         assert (plain[:, -1] == 0).sum() in (1, 2)
     config = hf_ssd.SSDConfig(**{"lookahead": 3, "on_draft_failure": "raise", **settings})
     options |= {"assistant_model": draft, "ssd_config": config}
-    drafted = drafted_in(lambda: outputs.append(target.generate(**inputs, **options)))
+    with preparing() if prepares else contextlib.nullcontext() as hits:
+        drafted = drafted_in(lambda: outputs.append(target.generate(**inputs, **options)))
     stats = outputs[0].ssd_stats
     assert torch.equal(outputs[0].sequences, plain)
-    assert {*stats.column("mode")} == {IN_TURN} and max(stats.column("lookahead")) == config.lookahead
+    assert {*stats.column("mode")} == {AHEAD if prepares else IN_TURN} and bool(hits and sum(hits)) == prepares
+    assert max(stats.column("lookahead")) == config.lookahead
     found = [
         tokens[:compared] == reference(target, draft, torch.tensor(text), len(tokens))
         for text, tokens in [*drafted.items()][::2]
