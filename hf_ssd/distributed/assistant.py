@@ -26,7 +26,7 @@ SHOWN_AFTER = 2.0  # seconds until a progress bar appears
 WAIT_SLICE = 0.1  # seconds between two updates of the progress bar
 
 
-class DraftAssistant(contextlib.AbstractContextManager):
+class DraftAssistant(contextlib.AbstractContextManager["DraftAssistant"]):
     """
     One or several draft workers, to be passed as `assistant_model`. Made by [`~hf_ssd.launch_draft`]. They serve calls
     from any threads, and of any targets, at the same time.
@@ -55,7 +55,8 @@ class DraftAssistant(contextlib.AbstractContextManager):
         self.closed = False
         # If the user does not call `close`, the workers must still end before their channels are collected as garbage.
         self.finalizer = weakref.finalize(self, _end_all, self.process, workers, weights)
-        self.info = self.device = self.path = None
+        self.info: DraftInfo | None = None
+        self.device = self.path = None
         for worker in workers:
             worker.begin()
         if wait:

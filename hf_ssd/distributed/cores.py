@@ -94,12 +94,13 @@ class TargetCores:
 
     def divide(self, is_divided: bool) -> None:
         if self.share is not None and is_divided != self.is_divided:
+            self.close()
             self.is_divided = is_divided
-            self.block.close()
             self.block.enter_context(use_cores(self.share if is_divided else None))
 
     def close(self) -> None:
-        self.divide(False)
+        self.is_divided = False
+        self.block.close()
 
 
 class DraftCores:

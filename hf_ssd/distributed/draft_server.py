@@ -88,14 +88,20 @@ class DraftServer:
     def handle(self, message: Message) -> None:
         """Drops messages of a call that failed or was interrupted."""
         call = self.calls.get(message.session)
-        if call is not None and message.kind != Kind.END:
+        is_of_call = call is not None
+        if is_of_call and message.kind != Kind.END:
             wire.expect(message, message.kind, call.number, call.round)
-        steps = {Kind.JOIN: self._join, Kind.OUTCOME: self._answer, Kind.SPECULATION: self._take_proposals}
-        steps[Kind.END] = self._end
-        if message.kind == Kind.START:
-            self._start(message)
-        elif call is not None and message.kind in steps:
-            steps[message.kind](call, message)
+        match message.kind:
+            case Kind.START:
+                self._start(message)
+            case Kind.JOIN if is_of_call:
+                self._join(call, message)
+            case Kind.OUTCOME if is_of_call:
+                self._answer(call, message)
+            case Kind.SPECULATION if is_of_call:
+                self._take_proposals(call, message)
+            case Kind.END if is_of_call:
+                self._end(call)
 
     def _start(self, message: Message) -> None:
         own = self.model.config.get_text_config(decoder=True).vocab_size
@@ -126,7 +132,7 @@ class DraftServer:
         if self.weights is not None and self.model.device.type != "cpu":  # a CPU model uses the shared memory itself
             copy_shared_weights(self.model, self.weights)
 
-    def _end(self, call: Call, message: Message) -> None:
+    def _end(self, call: Call) -> None:
         del self.calls[call.number]
         self._share_cores()
         call.speculator.end()

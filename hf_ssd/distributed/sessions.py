@@ -212,7 +212,7 @@ class WorkerSession(DraftSession):
             tail = self.channel.process.stderr_tail()
             raise DraftError(f"The draft worker has ended. {tail}".strip()) from error
         except KeyboardInterrupt:
-            self.is_reusable = len(self.channel.inboxes) > 1  # the other calls notice it if the worker hangs
+            self.is_reusable = self.channel.is_shared  # the other calls notice it if the worker hangs
             raise
         self.is_reusable = True
         return result

@@ -26,6 +26,10 @@ class SharedChannel:
     def is_alive(self) -> bool:
         return not self.is_broken and self.process.is_running
 
+    @property
+    def is_shared(self) -> bool:
+        return len(self.inboxes) > 1
+
     def start(self, number: int, request) -> None:
         """Opens a session for a `SessionRequest`. [`~SharedChannel.leave`] must follow."""
         with self.changed:

@@ -10,7 +10,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, wait
 
 from transformers.utils import logging
 
@@ -156,14 +155,17 @@ class WorkerProcess:
             self.process = self.launch()
             if self.is_cancelled:
                 self.process.end()
-            self._connect()
-        except Exception as error:
-            self.kill()
-            check_file(getattr(self.process, "meeting", {}))
+            try:
+                self._connect()
+            except BaseException:
+                self.kill()
+                check_file(self.process.meeting)
+                raise
+        except DraftError as error:
             self.error = error
-            if not isinstance(error, DraftError):
-                self.error = DraftError(f"The draft worker could not be started: {error}")
-                self.error.__cause__ = error
+        except Exception as error:
+            self.error = DraftError(f"The draft worker could not be started: {error}")
+            self.error.__cause__ = error
 
     def _connect(self) -> None:
         """Waits until the worker has loaded its model, or raises [`DraftError`] with the worker's own message."""
@@ -189,19 +191,22 @@ class WorkerProcess:
 
     def _connected(self, store, hostname: str | None) -> Channel:
         """Connects in a thread, which is abandoned if the worker ends, because gloo keeps trying for minutes."""
-        made = Future()
+        made = []
 
         def make() -> None:
             try:
-                made.set_result(Channel(store, True, hostname))
+                made.append(Channel(store, True, hostname))
             except Exception as error:
-                made.set_exception(error.with_traceback(None))
+                made.append(error.with_traceback(None))  # the traceback holds `made`
 
-        threading.Thread(target=make, daemon=True).start()
-        while not made.done():
+        thread = threading.Thread(target=make, daemon=True)
+        thread.start()
+        while thread.is_alive():
             self._check_start()
-            wait([made], POLL)
-        return made.result()
+            thread.join(POLL)
+        if isinstance(made[0], Exception):
+            raise made.pop()  # in no variable, because that would be in a cycle with the traceback
+        return made[0]
 
     def _check_start(self) -> None:
         if not self.process.is_running:
