@@ -89,16 +89,6 @@ def too_many() -> Refusal:
     return Refusal("Too many requests wait; try again later.", status=503, headers={"retry-after": "5"})  # seconds
 
 
-@contextlib.contextmanager
-def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
-    """Seeds torch's generators of the CPU and the device, and restores their state afterwards."""
-    devices = [device] if device.type in ("cuda", "xpu") else []
-    with torch.random.fork_rng(devices, enabled=seed is not None, device_type=device.type if devices else "cuda"):
-        if seed is not None:
-            torch.manual_seed(seed)
-        yield
-
-
 class CountingStreamer(BatchStreamer, RoundStreamer):
     """Counts the tokens of a call's rows, passes them on, and ends the call when nobody waits for it."""
 
@@ -202,24 +192,19 @@ class CallRunner:
 
     def generate(self, call: Call, streamers: list[BaseStreamer], **kwargs) -> None:
         """Runs a call, of as many rows as choices if it samples, and else of one row, and counts how it ended."""
-        end, start, parameters, model = FAILED, time.perf_counter(), call.parameters, self.limits.model
-        config, length = kwargs["generation_config"], kwargs["input_ids"].shape[1]
+        end, start, parameters, likely = FAILED, time.perf_counter(), call.parameters, call.parameters.likely()
+        count = len(streamers) if kwargs["generation_config"].do_sample else 1
         tokenizer = self.limits.tokenizer.backend_tokenizer
-        count = len(streamers) if config.do_sample else 1
-        call.rows = [Row(parameters.stops(), parameters.likely(), tokenizer) for _ in range(count)]
+        call.rows = [Row(parameters.stops(), likely, tokenizer) for _ in range(count)]
         try:
             self.check(call)
-            if parameters.get("echo") and parameters.likely() is not None:
+            if parameters.get("echo") and likely is not None:
                 check = functools.partial(self.check, call)
-                call.of_prompt = entries_of_prompt(model, call.prompt, parameters.likely(), check)
-            if self.batch is not None and "ssd_config" not in kwargs:
-                self._join(call, streamers, length, **kwargs)
+                call.of_prompt = entries_of_prompt(self.limits.model, call.prompt, likely, check)
+            if self.batch is None or "ssd_config" in kwargs:
+                self._run_alone(call, streamers, **kwargs)
             else:
-                if count > 1:
-                    config.num_return_sequences = count
-                counting = CountingStreamer(self, call, call.rows, streamers)
-                with self.without_draft, seeded(parameters.seed, model.device):
-                    model.generate(**kwargs, **self._settings(call.rows, call, length), streamer=counting)
+                self._join(call, streamers, **kwargs)
             end = FINISHED
         except Exception as error:
             if self.are_over or isinstance(error, _GenerationCancelled):  # the client has left
@@ -235,13 +220,26 @@ class CallRunner:
         for streamer in streamers:
             streamer.end()
 
-    def _join(self, call: Call, streamers: list[BaseStreamer], length: int, **kwargs) -> None:
+    def _run_alone(self, call: Call, streamers: list[BaseStreamer], **kwargs) -> None:
+        """Runs a call by itself, and restores the state of torch's generators afterwards if it seeds them."""
+        seed, model = call.parameters.seed, self.limits.model
+        if len(call.rows) > 1:
+            kwargs["generation_config"].num_return_sequences = len(call.rows)
+        device = [model.device] if model.device.type in ("cuda", "xpu") else []
+        kind = model.device.type if device else "cuda"
+        with self.without_draft, torch.random.fork_rng(device, enabled=seed is not None, device_type=kind):
+            if seed is not None:
+                torch.manual_seed(seed)
+            kwargs |= self._settings(call.rows, call, kwargs["input_ids"].shape[1])
+            model.generate(**kwargs, streamer=CountingStreamer(self, call, call.rows, streamers))
+
+    def _join(self, call: Call, streamers: list[BaseStreamer], **kwargs) -> None:
         """Runs a call as requests of the batch, one for each row."""
         seed, requests = call.parameters.seed, []
         seed = secrets.randbits(31) if seed is None else seed
         try:
             for number, row in enumerate(call.rows):
-                own = self._settings([row], call, length)
+                own = self._settings([row], call, kwargs["input_ids"].shape[1])
                 own["streamer"] = CountingStreamer(self, call, [row], streamers[number :: len(call.rows)])
                 requests.append(self.batch.add_request(**kwargs, **own, seed=seed + number))
             for request in requests:

@@ -47,6 +47,8 @@ class Limits:
         if self.characters is not None and (count := request.characters()) > self.characters:
             most = f"the model's {self.positions} positions hold at most {self.characters}"
             raise Refusal(f"The prompt has {count} characters; {most}.", status=413)
+        if request.get("top_logprobs") and not request.get("logprobs"):
+            raise Refusal("`top_logprobs` needs `logprobs` to be true.", "top_logprobs")
         if self.reads_text_only and (kinds := request.media()):
             raise Refusal(f"The model reads text only; the messages have {', '.join(sorted(kinds))}.", "messages")
         if names := self.reserved.intersection(getattr(request, "chat_template_kwargs", None) or ()):

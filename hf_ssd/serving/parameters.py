@@ -183,10 +183,8 @@ class Parameters(Strict):
 
     def likely(self) -> int | None:
         """Returns how many likely tokens to name beside each token, or `None` if no log-probabilities are wanted."""
-        wanted = self.get("logprobs", False)
+        wanted = self.get("logprobs")
         if isinstance(wanted, bool):  # of a chat
-            if self.get("top_logprobs") and not wanted:
-                raise Refusal("`top_logprobs` needs `logprobs` to be true.", "top_logprobs")
             return self.get("top_logprobs", 0) if wanted else None
         return wanted
 
