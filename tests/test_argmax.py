@@ -11,9 +11,7 @@ def test_it_is_that_of_torch(shape):
     torch.manual_seed(0)
     scores = torch.randint(0, 3, shape).float()  # with many that are equal
     assert torch.equal(argmax(scores), scores.argmax(dim=-1)) and argmax(scores).dtype == torch.long
-
-
-def test_views_and_what_is_ruled_out():
+    # Views, and what is ruled out.
     scores = torch.tensor([[-torch.inf, 2.0, 1.0], [3.0, -torch.inf, 3.0]])
     assert argmax(scores).tolist() == [1, 0]
     assert argmax(scores.T).tolist() == scores.T.argmax(dim=-1).tolist()

@@ -4,6 +4,8 @@ import pytest
 
 from hf_ssd import SSDConfig
 
+from .helpers.last_token import LastToken
+
 
 def test_round_trips(tmp_path):
     config = SSDConfig(fan_out=[4, 3, 2, 1], saguaro_c=0.5, fallback="ngram", timeout=5.0, on_draft_failure="raise")
@@ -11,22 +13,15 @@ def test_round_trips(tmp_path):
     config.save_pretrained(tmp_path / "made" / "for it")
     assert SSDConfig.from_pretrained(tmp_path / "made" / "for it") == config
     assert SSDConfig.from_pretrained(tmp_path / "made" / "for it", timeout=6.0).timeout == 6.0
+    with pytest.raises(ValueError, match="cannot be saved"):
+        SSDConfig(fallback=LastToken()).to_dict()
 
 
-def test_explicit_fan_out_sets_the_budget():
+def test_explicit_fan_out_sets_the_budget_and_fits_the_lookahead():
     for config in (SSDConfig(lookahead=2, fan_out=(5, 0, 6)), SSDConfig(fan_out=(5, 0, 6))):
         assert (config.lookahead, config.budget) == (2, 11)
-
-
-class Proposer:
-    def propose(self, input_ids, lookahead):
-        return input_ids[:, :0], None
-
-
-def test_a_fallback_of_ones_own_is_taken_and_not_saved():
-    config = SSDConfig(fallback=Proposer())
-    with pytest.raises(ValueError, match="cannot be saved"):
-        config.to_dict()
+    with pytest.raises(ValueError, match=r"`fan_out` is \[1, 2\], but must be .*here 7 \+ 1"):
+        SSDConfig(lookahead=7, fan_out=[1, 2])
 
 
 INVALID = {  # values of each setting
@@ -59,8 +54,3 @@ def test_a_misspelled_setting_is_told_which_one_is_meant(make):
     with pytest.raises(ValueError, match="no setting 'zzz'; the settings are lookahead, budget"):
         make(zzz=3)
     assert list(inspect.signature(SSDConfig).parameters)[:2] == ["lookahead", "budget"]  # as editors show it
-
-
-def test_a_list_that_does_not_fit_the_lookahead_is_refused():
-    with pytest.raises(ValueError, match=r"`fan_out` is \[1, 2\], but must be .*here 7 \+ 1"):
-        SSDConfig(lookahead=7, fan_out=[1, 2])

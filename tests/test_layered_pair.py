@@ -37,16 +37,12 @@ def test_a_hybrid_pair_agrees_as_often_as_asked():
     assert len(set(output[0, 8:].tolist())) > 30
 
 
-def test_the_draft_is_the_first_layers(pairs):
+def test_the_draft_is_the_first_layers_greedy_text_does_not_loop_and_favourites_are_clear(pairs):
     target, draft = pairs[0.9, 0.0]
     assert len(draft.model.layers) == SIZES["tiny"].draft_layers < len(target.model.layers)
     known = target.state_dict()
     for name, weight in draft.state_dict().items():
         assert torch.equal(weight, known[name]) and weight.data_ptr() != known[name].data_ptr()
-
-
-def test_greedy_text_does_not_loop_and_favourites_are_clear(pairs):
-    target, _ = pairs[0.9, 0.0]
     prompts = torch.randint(1, 512, (8, 8), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(prompts)
     ids = target.generate(prompts, attention_mask=mask, max_new_tokens=128, do_sample=False)
@@ -78,12 +74,9 @@ def test_the_named_sizes_have_the_parameters_they_say():
 
 
 def test_errors_come_before_work():
-    with pytest.raises(ValueError, match="287m/39m"):
-        layered_pair("huge")
-    with pytest.raises(ValueError, match="0.1 to 1"):
-        layered_pair("tiny", 1.5)
-    with pytest.raises(ValueError, match="greedy"):
-        layered_pair("tiny", 0.9, -1.0)
+    for arguments, words in [(("huge",), "287m/39m"), (("tiny", 1.5), "0.1 to 1"), (("tiny", 0.9, -1.0), "greedy")]:
+        with pytest.raises(ValueError, match=words):
+            layered_pair(*arguments)
     with pytest.raises(ValueError, match="draft_layers"):
         Size(hidden=64, layers=2, draft_layers=2, intermediate=176, heads=4, kv_heads=2)
 

@@ -34,6 +34,11 @@ BY_HAND = [
     (theory.ssd_over_speculative_decoding(0.5, 1.0, primary_time=1.5), 2 / 1.75),
     (theory.ssd_over_speculative_decoding(1.0, 0.5, primary_time=3.0), 0.5),  # not hidden: slower
     (theory.ssd_over_speculative_decoding_bound(0.5, 4.0, 4.0), 1.5),
+    # E_hit 4 and E_miss 2 at p = 1/2 make 3 on average: log(1 + 2 - 2 * 4/3) / log(1/2) = log(1/3) / log(1/2).
+    (theory.critical_batch_size(0.5, 0.5, 4.0, 2.0), math.log2(3)),
+    (theory.critical_batch_size(0.7, 0.3, 3.0, 3.0), 0),  # a free backup as good as the primary always wins
+    # The backup's 3 tokens of 4 are not worth a wait of 1/4 even if every round waits: 3 < 4 / 1.25.
+    (theory.critical_batch_size(0.5, 0.25, 4.0, 2.0), math.inf),
     (theory.fan_out_for([1, 4], 9, 1.0), [3, 6]),  # square roots 1 and 2
     (theory.fan_out_for([0.5, 0.0, 0.5], 4, 0.7), [2, 0, 2]),
     (theory.fan_out_for(theory.outcome_probabilities(0.7, 5), 20, 0.6), theory.geometric_fan_out(5, 20, 0.7, 0.6)),
@@ -77,13 +82,6 @@ def test_expectations_and_outcomes_are_those_of_all_patterns(lookahead, rate):
     assert theory.expected_tokens(rate, lookahead) == pytest.approx(expected)
 
 
-@given(st.lists(rates, max_size=6))
-def test_expected_tokens_by_lookahead_are_those_of_all_patterns(rates):
-    expected = [sum((k + 1) * chance for k, chance in enumerate(accepted_counts(rates[:n])))
-                for n in range(len(rates) + 1)]  # fmt: skip
-    assert theory.expected_tokens_by_lookahead(rates) == pytest.approx(expected)
-
-
 @pytest.mark.parametrize("rows, acceptance", [(2, [0.6]), (4, [0.6]), (8, [0.8, 0.7, 0.5]), (8, [0.9] * 6)])
 def test_expected_tokens_of_the_slowest_row_are_near_those_of_many_calls(rows, acceptance, rounds=64, calls=2000):
     chances = accepted_counts(acceptance)
@@ -94,17 +92,15 @@ def test_expected_tokens_of_the_slowest_row_are_near_those_of_many_calls(rows, a
     assert theory.expected_tokens_of_slowest_row(expected, 1, rounds) == expected[-1]
 
 
-@given(st.lists(st.tuples(rates, rates), max_size=5))
-def test_expected_tokens_of_a_tree_are_those_of_all_patterns(pairs):
+@given(st.lists(st.tuples(rates, rates), max_size=6))
+def test_expected_tokens_by_lookahead_and_of_trees_are_those_of_all_patterns(pairs):
     rates, caught = ([pair[i] for pair in pairs] for i in range(2))
-    expected = 0.0
-    for k, chance in enumerate(accepted_counts(rates)):
-        by_sibling = caught[k] if k < len(rates) else 0.0
-        expected += chance * (k + 1 + by_sibling)
-    assert theory.expected_tokens_of_tree(rates, caught) == pytest.approx(expected)
-    assert theory.expected_tokens_of_tree(rates, [0.0] * len(rates)) == pytest.approx(
-        theory.expected_tokens_by_lookahead(rates)[-1]
-    )
+    of_chains = [
+        sum((k + 1) * chance for k, chance in enumerate(accepted_counts(rates[:n]))) for n in range(len(rates) + 1)
+    ]
+    of_siblings = sum(chance * one for chance, one in zip(accepted_counts(rates), caught))
+    assert theory.expected_tokens_by_lookahead(rates) == pytest.approx(of_chains)
+    assert theory.expected_tokens_of_tree(rates, caught) == pytest.approx(of_chains[-1] + of_siblings)
 
 
 @given(rates, tokens, tokens, times, times, st.integers(1, 5))
@@ -229,22 +225,12 @@ def test_critical_batch_size_is_where_the_curves_cross(p, primary_time, more, ex
             assert (backup > primary) == (batch_size > b)
 
 
-def test_critical_batch_size_by_hand_and_mutants():
-    # E_hit 4 and E_miss 2 at p = 1/2 make 3 on average: log(1 + 2 - 2 * 4/3) / log(1/2) = log(1/3) / log(1/2).
-    p, primary_time, expected_hit, expected_miss = 0.5, 0.5, 4.0, 2.0
-    found = crossing(p, primary_time, expected_hit, expected_miss)
-    assert theory.critical_batch_size(p, primary_time, expected_hit, expected_miss) == pytest.approx(math.log2(3))
-    assert found == pytest.approx(math.log2(3))
-    assert found != pytest.approx(math.log(1 + 1 / 0.5 - 4 / 3) / math.log(p))  # E_hit not over T_p
-    assert found != pytest.approx(math.log(1 + 1 / 0.5 - 4 / (0.5 * 3.5)) / math.log(p))  # p weighs wrongly
-    assert found != pytest.approx(-math.log2(3))
-
-
-def test_critical_batch_size_at_its_edges():
-    assert theory.critical_batch_size(0.7, 0.3, 3.0, 3.0) == 0  # a free backup as good as the primary always wins
-    # The backup's 3 tokens of 4 are not worth a wait of 1/4 even if every round waits: 3 < 4 / 1.25.
-    assert theory.critical_batch_size(0.5, 0.25, 4.0, 2.0) == crossing(0.5, 0.25, 4.0, 2.0) == math.inf
-    assert theory.critical_batch_size(0.5, 1 / 3, 4.0, 2.0) > 50  # and at 1/3 exactly the two tie in the limit
+def test_critical_batch_size_at_its_edges_and_mutants():
+    found = crossing(0.5, 0.5, 4.0, 2.0)
+    assert found == pytest.approx(math.log2(3)) and crossing(0.5, 0.25, 4.0, 2.0) == math.inf
+    for mutant in (1 + 1 / 0.5 - 4 / 3, 1 + 1 / 0.5 - 4 / (0.5 * 3.5), 3):  # E_hit not over T_p, p, and the sign
+        assert found != pytest.approx(math.log(mutant) / math.log(0.5))
+    assert theory.critical_batch_size(0.5, 1 / 3, 4.0, 2.0) > 50  # where the two tie in the limit
     # A preparation that is not hidden slows hits as well, which Theorem 17 leaves out: documented.
     assert theory.critical_batch_size(0.5, 2.0, 4.0, 2.0) != pytest.approx(crossing(0.5, 2.0, 4.0, 2.0), rel=0.1)
 
@@ -313,13 +299,10 @@ def test_predict_of_a_batch_by_hand():
     assert theory.predict(stats) != pytest.approx(2 * gained / per_round)  # a finished row gains nothing
 
 
-def test_predict_without_a_round_of_hits_alone_takes_the_wait_of_the_others():
+def test_predict_takes_what_rounds_there_are_and_refuses_none():
     # Corollary 16 expects all to hit in a quarter of the rounds, so it needs a wait for them: 2 rows, 3 + 1 tokens.
     stats = stats_of([[2, 0], [0, 2]], [[True, False], [False, True]], [0.5, 0.5], [1.0, 1.0])
     assert theory.predict(stats) == pytest.approx(4 / 1.5)
-
-
-def test_predict_skips_rounds_of_finished_rows_and_refuses_none():
     stats = stats_of([[1], [-1]], [[True], [True]], [0.0, 9.0], [0.5, 9.0])
     assert theory.predict(stats) == pytest.approx(4)
     with pytest.raises(ValueError, match="no verified round"):

@@ -59,23 +59,24 @@ RELEASES = [  # of transformers and torch, and whether they are among the tested
 ]
 
 
+def not_installed(name):
+    raise importlib.metadata.PackageNotFoundError(name)
+
+
 @pytest.mark.parametrize("transformers, torch_version, is_tested", RELEASES)
 def test_releases_outside_of_the_tested_range_are_named_once_and_calls_go_on(
-    target, draft, installed, said, transformers, torch_version, is_tested
+    target, draft, installed, said, monkeypatch, transformers, torch_version, is_tested
 ):
+    """A package that is not installed says nothing."""
     installed |= {"transformers": transformers, "torch": torch_version}
     for _ in range(2):
         generate(target, draft)
     assert len(said) == (0 if is_tested else 1)
     for line in said:
         assert transformers in line and torch_version in line and "<5.25" in line and "<2.15" in line
-
-
-def test_a_package_that_is_not_installed_says_nothing(target, draft, installed, said, monkeypatch):
-    def missing(name):
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "requires", missing)
+    said.clear()
+    versions.warn_if_untested.cache_clear()
+    monkeypatch.setattr(importlib.metadata, "requires", not_installed)
     generate(target, draft)
     assert not said
 
@@ -142,13 +143,11 @@ def no_deprecations(caplog, monkeypatch):
     assert not [record.getMessage() for record in caplog.records if "deprecated" in record.getMessage()]
 
 
-def test_calls_use_nothing_that_is_deprecated(draft, no_deprecations):
-    plain_calls(draft)
-
-
 @pytest.mark.parametrize("name", ["llama", "hybrid", "no draft"])
-def test_calls_with_a_worker_or_ngrams_use_nothing_that_is_deprecated(name, no_deprecations):
-    """The worker is a thread, whose warnings are errors too."""
+def test_calls_use_nothing_that_is_deprecated(name, draft, no_deprecations):
+    """In turn, and with a worker or n-grams. The worker is a thread, whose warnings are errors too."""
+    if name == "llama":
+        plain_calls(draft)
     pair, inputs = matrix.PAIRS[name], padded_batch(2)
     inputs["input_ids"] %= pair.vocabulary
     config = {} if pair.draft else {"drafter": "ngram", "budget": "auto"}

@@ -103,23 +103,16 @@ def test_damaged_prompt_files(tmp_path, monkeypatch, suffix, count):
         is_refused(read_prompts)
 
 
-@pytest.mark.parametrize(
-    "suffix, content",
-    [
-        (".jsonl", b""),
-        (".jsonl", b"\n\n"),
-        (".jsonl", b"\xff\xfe\x00"),
-        (".jsonl", b'{"prompt": [1, 2]}\n{"prompt": "text"}\n'),
-        (".jsonl", b"[" * 100_000),
-        (".jsonl", b'{"prompt": null}\n'),
-        (".jsonl", b'null{"prompt": "text"}\n{"prompt": "text"}\n'),
-        (".json", b"3"),
-        (".csv", b""),
-        (".csv", b'prompt\n"never ends\n'),
-        (".parquet", b"PAR1"),
-        (".parquet", b""),
-    ],
-)
+NO_PROMPTS = {
+    ".jsonl": [b"", b"\n\n", b"\xff\xfe\x00", b"[" * 100_000, b'{"prompt": null}\n',
+               b'{"prompt": [1, 2]}\n{"prompt": "text"}\n', b'null{"prompt": "text"}\n{"prompt": "text"}\n'],
+    ".json": [b"3"],
+    ".csv": [b"", b'prompt\n"never ends\n'],
+    ".parquet": [b"", b"PAR1"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("suffix, content", [(kind, one) for kind, of_kind in NO_PROMPTS.items() for one in of_kind])
 def test_prompt_files_that_hold_no_prompts(tmp_path, monkeypatch, suffix, content):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     file = tmp_path / f"prompts{suffix}"
