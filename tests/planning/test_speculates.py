@@ -48,8 +48,10 @@ def call_ahead(*arguments, **options):
 
 @pytest.mark.slow
 def test_several_drafts_draft_ahead():
+    target = slow_target()
     with hf_ssd.launch_draft(tiny_model(), num_threads=1, **TWO) as drafts:
-        call_ahead(slow_target(), drafts)
+        call(target, drafts, 1)
+        call_ahead(target, drafts)
 
 
 @pytest.mark.slow
