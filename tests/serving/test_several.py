@@ -131,4 +131,6 @@ def test_an_answer_of_more_choices_than_may_wait_is_refused_as_well(server, one_
     before = server.figures()["refused"]
     assert is_told_to_come_again(server, PROMPT, LONG // 80, n=4, temperature=1.0)
     assert server.figures()["refused"] == before + 1
+    while any(server.figures()[f"num_requests_{state}"] for state in ("running", "waiting")):
+        time.sleep(0.005)
     assert server.complete("abc", 5).choices  # the rows that had joined are gone
