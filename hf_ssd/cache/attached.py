@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel
 
-SAMPLES = 4  # least number of values of each tensor that are compared
+SAMPLES = 32  # values of each tensor that are compared; of experts, whose weights have three axes, two each at least
 GLOBAL_HOOKS = torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks  # of all modules
 READ_ONLY = ("transformers.", "hf_ssd.")  # packages whose hooks capture outputs and change nothing
 LIBRARIES = ("torch", "transformers", "hf_ssd", "accelerate")  # packages whose modules compute tokens independently
@@ -65,7 +65,7 @@ def attached_to(model: PreTrainedModel) -> Attached:
 
 
 def values_of(tensors: Iterable[torch.Tensor]) -> tuple:
-    """Returns marks that change when the tensors' values change."""
+    """Returns marks that change when the tensors' values change: addresses, versions, and values all over each."""
     marks, some = [], {}
     for tensor in tensors:
         is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_meta  # others may have no storage
@@ -73,9 +73,10 @@ def values_of(tensors: Iterable[torch.Tensor]) -> tuple:
         marks.append((tensor.data_ptr() if is_plain else id(tensor), version))
         if is_plain and tensor.is_contiguous() and tensor.numel():
             # Changes through `.data` or numpy leave addresses and versions as they are.
-            few = tensor.detach().view(-1)[:: max(1, tensor.numel() // SAMPLES)]
+            count = max(SAMPLES, 2 * len(tensor)) if tensor.dim() == 3 else SAMPLES
+            few = tensor.detach().view(-1)[:: max(1, tensor.numel() // count) | 1]
             some.setdefault((tensor.device, tensor.dtype), []).append(few)
-    return marks, [torch.cat(of_kind).view(torch.uint8).tolist() for of_kind in some.values()]
+    return marks, [torch.cat(of_kind).view(torch.uint8).cpu().numpy().tobytes() for of_kind in some.values()]
 
 
 def hooks_of(module: nn.Module) -> Iterator[tuple[int, Callable]]:

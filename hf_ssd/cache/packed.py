@@ -4,6 +4,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from .. import devices
+from .attached import values_of
 from .compiled import is_compiled
 from .packed_experts import PackedExperts
 from .packed_linear import FOR_TOKENS, TRIED, PackedLinear, Verdict, verdict_on
@@ -21,7 +23,6 @@ from .view import view_of
 KINDS = (PackedLinear, PackedExperts)  # the `forward` of each kind of module that can be packed
 DTYPES = (torch.float32, torch.bfloat16)
 LEAST = 2**17  # values of a matrix: smaller matrices stay in the processor's cache and gain nothing
-SAMPLES = 32  # values that are compared: writing to `weight.data` changes neither address nor version
 GIGABYTE = 2**30
 
 logger = logging.get_logger(__name__)
@@ -30,13 +31,11 @@ _owned: "weakref.WeakSet[PreTrainedModel]" = weakref.WeakSet()
 _lock = threading.Lock()  # so that threads do not pack a model twice
 
 
-class Packed:
-    """A module's `forward` with packed weights, and the weights' state when they were packed."""
+class Packed(NamedTuple):
+    """A module's `forward` with packed weights, and what [`values_of`] gave for the weights when they were packed."""
 
-    def __init__(self, weights: list[nn.Parameter], forward: PackedLinear | PackedExperts):
-        self.forward = forward
-        self.state, self.samples = _state(weights), _samples(weights)
-        self.values = [values.clone() for values in self.samples]
+    forward: PackedLinear | PackedExperts
+    values: tuple
 
 
 def packed_forwards(model: PreTrainedModel, pack_weights: bool | str) -> dict[nn.Module, PackedLinear | PackedExperts]:
@@ -54,14 +53,15 @@ def packed_forwards(model: PreTrainedModel, pack_weights: bool | str) -> dict[nn
     if is_auto:
         kinds = {module: kind for module, kind in kinds.items() if any(map(is_large, weights[module]))}
     with _lock:
-        stale = _stale({module: _packed.get(module) for module in kinds}, weights)
+        values = {module: values_of(of_module) for module, of_module in weights.items() if module in kinds}
+        stale = [module for module in kinds if module not in _packed or _packed[module].values != values[module]]
         for module in stale:
             _packed.pop(module, None)  # a changed weight's memory is free for the new copy
         verdicts = {module: found for module in stale if (found := _verdicts(kinds[module].tried(module), is_auto))}
         if verdicts and is_auto and not _has_room(model, [one for module in verdicts for one in weights[module]]):
             verdicts = {}
         for module, found in verdicts.items():
-            _packed[module] = Packed(weights[module], kinds[module](module, found))
+            _packed[module] = Packed(kinds[module](module, found), values[module])
         forwards = {module: _packed[module].forward for module in kinds if module in _packed}
         if verdicts and model in _owned:
             _keep_packed_alone(model, forwards, weights)
@@ -73,18 +73,6 @@ def forward_of(layer: nn.Linear) -> Callable:
     is_tried = _can_pack() and is_eligible(layer, PackedLinear.weights(layer)) and is_large(layer.weight)
     verdicts = is_tried and _verdicts(PackedLinear.tried(layer), is_auto=True)
     return PackedLinear(layer, verdicts) if verdicts else layer
-
-
-def _stale(found: "dict[nn.Module, Packed | None]", weights: dict[nn.Module, list[nn.Parameter]]) -> list[nn.Module]:
-    """Returns the modules whose weights are not packed, or have changed since."""
-    stale = [module for module, packed in found.items() if packed is None or packed.state != _state(weights[module])]
-    gone = set(stale)
-    rest = {module: packed for module, packed in found.items() if module not in gone}
-    samples = [one for packed in rest.values() for one in packed.samples]
-    values = [one for packed in rest.values() for one in packed.values]
-    if rest and not torch.equal(torch.cat(samples), torch.cat(values)):
-        stale += [one for one, packed in rest.items() if not all(map(torch.equal, packed.samples, packed.values))]
-    return stale
 
 
 def own(model: PreTrainedModel) -> None:
@@ -121,7 +109,6 @@ def _keep_packed_alone(
     finally:  # also after Ctrl-C in a chat
         for module, weight, values in kept:
             if is_sound:
-                _packed[module].samples = None
                 module.forward = forwards[module]
             else:
                 weight.data, forwards[module].is_alone = values, False
@@ -179,13 +166,3 @@ def _has_room(model: PreTrainedModel, weights: list[nn.Parameter]) -> bool:
         "bfloat16, or set SSDConfig(pack_weights=True) to pack anyway, or False for silence."
     )
     return False
-
-
-def _state(weights: list[nn.Parameter]) -> list[tuple]:
-    return [(id(weight), weight.data_ptr(), weight._version) for weight in weights]
-
-
-def _samples(weights: list[nn.Parameter]) -> list[torch.Tensor]:
-    """Returns values from rows and columns all over each weight, and from each expert, without a copy."""
-    counts = [max(SAMPLES, 2 * len(weight)) if weight.dim() == 3 else SAMPLES for weight in weights]
-    return [one.detach().view(-1)[:: max(1, one.numel() // count) | 1] for one, count in zip(weights, counts)]

@@ -190,11 +190,11 @@ def test_a_weight_that_changed_is_packed_anew(change):
 
 def test_a_packed_weight_that_is_stale_is_noticed(monkeypatch):
     """The mutants: neither addresses and versions nor values are looked at, or no values."""
-    stale = packed._stale
-    monkeypatch.setattr(packed, "_samples", lambda weights: [torch.zeros(1)])
+    values_of = packed.values_of
+    monkeypatch.setattr(packed, "values_of", lambda weights: values_of(weights)[0])
     with pytest.raises(AssertionError):
         test_a_weight_that_changed_is_packed_anew("through data")
-    monkeypatch.setattr(packed, "_stale", lambda found, of: [] if None not in found.values() else stale(found, of))
+    monkeypatch.setattr(packed, "values_of", lambda weights: ())
     with pytest.raises(AssertionError):
         test_a_weight_that_changed_is_packed_anew("in place")
 

@@ -169,8 +169,8 @@ def check_packed_anew():
 def test_experts_of_which_one_has_changed_are_packed_anew(monkeypatch):
     """Other changes are in `test_packed.py`."""
     check_packed_anew()
-    samples = packed._samples
-    monkeypatch.setattr(packed, "_samples", lambda weights: samples([weights[0][0]]))  # the mutant: of the first one
+    values_of = packed.values_of
+    monkeypatch.setattr(packed, "values_of", lambda weights: values_of([weights[0][0]]))  # the mutant: of the first one
     with pytest.raises(AssertionError):
         check_packed_anew()
 
