@@ -22,8 +22,8 @@ from transformers.utils import logging
 from hf_ssd.cache import recurrent
 from hf_ssd.cache.cache_name import CACHE
 from hf_ssd.cache.passes import cached_model
+from hf_ssd.cache.ragged import RaggedCache
 from hf_ssd.cache.recurrent import RecurrentModel
-from hf_ssd.cache.recurrent_cache import ragged_copy
 
 WIDTHS = (1, 2, 5, 9, 17, 33, 65)
 SHARED = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 16, "vocab_size": 8192}
@@ -42,7 +42,7 @@ SHAPES = {
 
 
 def prefilled(model, prompt: torch.LongTensor) -> RecurrentModel:
-    cache = ragged_copy(DynamicCache(config=model.config.get_text_config(decoder=True)))
+    cache = RaggedCache(DynamicCache(config=model.config.get_text_config(decoder=True)))
     model(prompt, **{CACHE: cache}, use_cache=True)
     return cached_model(model, cache)
 

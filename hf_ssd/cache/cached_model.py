@@ -1,7 +1,7 @@
 """A model together with its ragged cache: forward passes over new tokens of each row."""
 
 import inspect
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
@@ -150,16 +150,14 @@ class CachedModel:
         self.cache.place(slice(lengths[0], lengths[0] + count) if is_slice else places[0], width)
         return places, width
 
-    def of_one_row(self) -> "CachedModel":
-        """Returns the same model with an empty cache, to read the text of a row that is to join, piece by piece."""
-        return CachedModel(self.model, RaggedCache(), **self._of_one_row())
+    def of_one_row(self, cache: RaggedCache | None = None, known: Sequence[int] = ()) -> "CachedModel":
+        """Returns the same model for a row that is to join, with a cache that has read the `known` first tokens."""
+        reader = CachedModel(self.model, RaggedCache() if cache is None else cache, **self._of_one_row())
+        reader.length = len(known)
+        return reader
 
     def _of_one_row(self) -> dict:
         return {"column_limit": self.column_limit, "view": self.view, "hidden_states": self.hidden_states}
-
-    def begin_with(self, cache: RaggedCache, tokens: list[int]) -> None:
-        """Lets the row begin with a cache of one row, which has read these first tokens of its text."""
-        self.cache, self.length = cache, len(tokens)
 
     def read(self, tokens: torch.LongTensor) -> None:
         """Reads the next tokens `(count,)` of the row's text."""

@@ -25,7 +25,7 @@ class KeptText(NamedTuple):
     def shared(self, tokens: list[int]) -> int:
         """Returns how many first tokens a text has in common with this one. A recurrent state serves as a whole."""
         count = common(self.tokens, tokens)
-        return count if self.cache.can_be_cut or count == len(self.tokens) else 0
+        return 0 if self.cache.is_recurrent and count < len(self.tokens) else count
 
 
 class KeptPrefixes:
@@ -59,15 +59,15 @@ class KeptPrefixes:
 
     def reader(self, tokens: list[int], decoder: CachedModel, live: Mapping[int, list[int]]) -> CachedModel:
         """Returns a row that is to join with a text that begins with `tokens`, and has read as many as are known."""
-        reader = decoder.of_one_row()
         count, source = self._longest(tokens, decoder, live)
+        cache = None
         if isinstance(source, KeptText):
             self.texts.sort(key=lambda text: text is source)  # now last in order
-            reader.begin_with(source.cache.of_row(0, count), tokens[:count])
+            cache = source.cache.of_row(0, count)
         elif source is not None:
-            reader.begin_with(decoder.of_row(source, count), tokens[:count])
+            cache = decoder.of_row(source, count)
         self.hits += count
-        return reader
+        return decoder.of_one_row(cache, tokens[:count])
 
     def _longest(self, tokens, decoder, live) -> "tuple[int, KeptText | int | None]":
         """Returns how many tokens are known, and the text or the row that has their columns."""
@@ -84,7 +84,7 @@ class KeptPrefixes:
         if count < WORTH_KEEPING:
             return
         tokens, size = tokens[:count], count * decoder.cache.bytes_of_a_column
-        limit, can_be_cut = self._limit(decoder.device), decoder.cache.can_be_cut
+        limit, can_be_cut = self._limit(decoder.device), not decoder.cache.is_recurrent
         if size > limit or can_be_cut and any(text.tokens[:count] == tokens for text in self.texts):
             return
         # A text that goes on takes the place of its beginning.

@@ -8,7 +8,6 @@ from .compiled import FEWEST_TOKENS, call_compiled, is_compiled, why_not_compile
 from .graphs import CapturedPass, Graphs, are_wanted, power_of_two, rounded, static_copy, why_not_captured
 from .ragged import RaggedCache
 from .recurrent import RecurrentModel
-from .recurrent_cache import RecurrentCache
 from .row_store import RowStore
 from .support import are_close, is_flash_attention
 
@@ -109,7 +108,7 @@ def cached_model(
     **options,
 ) -> CachedModel:
     """Returns the [`CachedModel`] for the passes of a call. Hooks of its `hidden_states` run in eager passes alone."""
-    if isinstance(cache, RecurrentCache):
+    if cache.is_recurrent:
         return RecurrentModel(model, cache, tokens, cuda_graphs, **options)
     # Flash attention takes no masks, and only a mask hides the columns of a window that are not in use.
     compiles = is_compiled(model) and why_not_compiled(model) is None and not is_flash_attention(model)

@@ -1,4 +1,4 @@
-"""A DynamicCache whose rows advance by different amounts, in storage that is allocated ahead."""
+"""A DynamicCache whose rows advance by different amounts, with the states of recurrent layers beside the columns."""
 
 import copy
 import functools
@@ -6,109 +6,14 @@ from collections.abc import Iterator
 
 import torch
 from torch.nn.functional import pad
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from ..devices import from_host
-
-# Storage has unused columns after the columns in use: when it grows, ROOM columns or ROOM_SHARE of the columns in use,
-# whichever is more. They lie between the rows, and the farther the rows are apart, the longer it takes to read them.
-ROOM, ROOM_SHARE = 32, 1 / 8
-
-
-class RaggedLayer(DynamicLayer):
-    """One layer of a [`RaggedCache`]. It does not refer to its cache, which would be a cycle of memory."""
-
-    def __init__(self, count: int | None = None, rows: int | None = None):
-        super().__init__()
-        self.count = count  # rows of the storage; by default those of the first pass
-        self.rows = rows  # first rows of the storage, which passes compute; by default all
-        self.width = 0  # columns in use
-        # The keys by which sparse attention chooses a query's columns, stored as those of one head, without values.
-        self.indexer: RaggedLayer | None = None
-        self.window: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
-        rows = self.count or len(key_states)  # unused columns are zeros: masked values must be finite too
-        self.keys, self.values = (  # (rows, heads, capacity, head_dim)
-            states.new_zeros((rows, states.shape[1], 0, states.shape[3])) for states in (key_states, value_states)
-        )
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, placement=None):
-        """Writes the new columns where `placement` says, or at the end, and returns all columns that are seen."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        start, count = self.width, key_states.shape[2]
-        columns, width = placement or (None, start + count)
-        if self.window is None:
-            self.width = width
-            self._reserve(width)
-        keys, values = self.window or self._view(width)
-        for storage, states in ((keys, key_states), (values, value_states)):
-            if columns is None:
-                storage.narrow(2, start, count).copy_(states)
-            else:
-                rows = torch.arange(len(columns), device=storage.device)[:, None]
-                storage[rows, :, columns.to(storage.device)] = states.transpose(1, 2)
-        return keys, values
-
-    def update_indexer(self, keys: torch.Tensor, placement=None) -> torch.Tensor:
-        """Writes new keys `(rows, new_tokens, head_dim)` of the indexer, and returns those that are seen."""
-        if self.indexer is None:
-            self.indexer = RaggedLayer(self.count, self.rows)
-        keys = keys.unsqueeze(1)
-        return self.indexer.update(keys, keys[..., :0], placement)[0].squeeze(1)
-
-    def open_window(self, width: int | None, rows: int | None) -> None:
-        self.rows, self.window = rows, None
-        if width is not None:
-            self._reserve(width + 1)  # never all columns: torch.compile treats a view of the whole differently
-            self.window = self._view(width)
-
-    def take_row(self, place: int, theirs: "RaggedLayer") -> None:
-        """Copies the only row of another layer to a place of this one."""
-        if theirs.indexer is not None:
-            self.indexer = self.indexer or RaggedLayer(self.count, self.rows)
-            self.indexer.take_row(place, theirs.indexer)
-        if not theirs.is_initialized:
-            return
-        if not self.is_initialized:
-            self.lazy_initialization(theirs.keys, theirs.values)
-        self.width = max(self.width, theirs.width)
-        self._reserve(self.width)
-        for storage, states in ((self.keys, theirs.keys), (self.values, theirs.values)):
-            storage[place] = 0
-            storage[place, :, : theirs.width] = states[0, :, : theirs.width]
-
-    def of_row(self, place: int, width: int) -> "RaggedLayer":
-        """Returns a layer of one row, with copies of the first `width` columns of the row that stands at `place`."""
-        copied = copy.copy(self)
-        copied.count = copied.rows = copied.window = None
-        if self.indexer is not None:
-            copied.indexer = self.indexer.of_row(place, width)
-        if self.is_initialized:
-            row = slice(place, place + 1)
-            copied.keys, copied.values = (storage[row, :, :width].clone() for storage in (self.keys, self.values))
-            copied.width = width
-        return copied
-
-    def _view(self, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.keys[: self.rows, :, :width], self.values[: self.rows, :, :width]
-
-    def _reserve(self, width: int) -> None:
-        capacity = self.keys.shape[2]
-        if width > capacity:
-            extra = width + max(ROOM, int(ROOM_SHARE * width)) - capacity
-            self.keys, self.values = (pad(storage, (0, 0, 0, extra)) for storage in (self.keys, self.values))
-
-    def get_seq_length(self) -> int:
-        return self.width
+from .ragged_layers import RaggedLayer, copy_states, empty_layer
 
 
 class RaggedCache(DynamicCache):
     """A `DynamicCache` in which each row has its own length. Finished rows can be left out of further passes."""
-
-    can_be_cut = True  # whether the first columns of a row serve without the others
 
     def __init__(self, theirs: Cache | None = None):  # begins with the contents of a cache of transformers
         Cache.__init__(self, layers=[])
@@ -117,6 +22,13 @@ class RaggedCache(DynamicCache):
         self.left_out: list[int] = []  # the other rows, which stand after these
         self.window: int | None = None  # columns that passes see, if compiled or captured; else those in use
         self.placement: tuple[torch.LongTensor, int] | None = None
+        # Rows of a pass's batch that are branches of a row. They write adjacent columns of it and see all its columns.
+        self.branches = 1
+        self.shares_columns = False  # whether attention takes keys and values of a row once for all its branches
+        self.is_recurrent = theirs is not None and any(isinstance(one, LinearAttentionLayer) for one in theirs.layers)
+        if self.is_recurrent:
+            self.layers = list(map(empty_layer, theirs.layers))
+            copy_states(theirs, self)
         if theirs is not None:
             self.copy_columns(theirs)
 
@@ -166,7 +78,7 @@ class RaggedCache(DynamicCache):
 
     @property
     def nbytes(self) -> int:
-        return sum(one.nbytes for one in self.storage)
+        return sum(one.nbytes for one in (*self.storage, *self.current_states()))
 
     @property
     def capacity(self) -> int:
@@ -185,6 +97,8 @@ class RaggedCache(DynamicCache):
             place = self.left_out.index(row)
             self.left_out[place] = self.left_out[0]
             self.rows, self.left_out = [*self.rows, row], self.left_out[1:]
+        if not self.current_states():
+            copy_states(theirs, self)  # passes replace the states themselves
         for index, layer in enumerate(theirs.layers):
             if isinstance(layer, RaggedLayer):
                 self._layer(index).take_row(self.rows.index(row), layer)
@@ -197,6 +111,7 @@ class RaggedCache(DynamicCache):
         copied.layers = [
             layer.of_row(place, width) if isinstance(layer, RaggedLayer) else copy.copy(layer) for layer in self.layers
         ]
+        copy_states(self, copied)
         return copied
 
     def _arrange(self, before: list[int], order: list[int], count: int) -> None:
@@ -242,7 +157,14 @@ class RaggedCache(DynamicCache):
             layer.open_window(self.window, self.rows and len(self.rows))
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
-        return self._layer(layer_idx).update(key_states, value_states, self.placement)
+        layer = self._layer(layer_idx)
+        if self.branches == 1:
+            return layer.update(key_states, value_states, self.placement)
+        new = (one.unflatten(0, (-1, self.branches)).squeeze(3).transpose(1, 2) for one in (key_states, value_states))
+        seen = layer.update(*new, self.placement)
+        if self.shares_columns:
+            return seen
+        return tuple(one[:, None].expand(-1, self.branches, -1, -1, -1).flatten(0, 1) for one in seen)
 
     def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
         return self._layer(layer_idx).update_indexer(indexer_key_states, self.placement)
@@ -251,6 +173,25 @@ class RaggedCache(DynamicCache):
         while len(self.layers) <= index:
             self.layers.append(RaggedLayer(self.count, self.rows and len(self.rows)))
         return self.layers[index]
+
+    # ---------------------------------------------------------------- states of recurrent layers
+
+    def _places(self) -> list[tuple[dict[int, torch.Tensor], int]]:
+        """Returns the dictionaries and keys under which transformers looks for the states, which passes change."""
+        layers = [layer for layer in self.layers if isinstance(layer, LinearAttentionLayer)]
+        both = [states for layer in layers for states in (layer.conv_states, layer.recurrent_states)]
+        return [(states, index) for states in both for index in states if states[index] is not None]
+
+    def current_states(self) -> list[torch.Tensor]:
+        """Returns the states of all layers that the last forward pass left; an empty list if there was none."""
+        return [states[index] for states, index in self._places()]
+
+    def set_states(self, new: list[torch.Tensor]) -> None:
+        """Lets the next forward pass start from these states, which it changes."""
+        for (states, index), one in zip(self._places(), new, strict=True):
+            states[index] = one
+
+    # ---------------------------------------------------------------- to and from caches of transformers
 
     def copy_columns(self, cache: Cache) -> None:
         """Copies the columns of a cache of transformers. Those that a sliding layer dropped are zeros."""
@@ -276,4 +217,5 @@ class RaggedCache(DynamicCache):
                 cache.update(layer.keys[:, :, :length].contiguous(), layer.values[:, :, :length].contiguous(), index)
                 if layer.indexer is not None:
                     cache.update_indexer(layer.indexer.keys[:, 0, :length].contiguous(), index)
+        copy_states(self, cache)
         return cache

@@ -15,7 +15,6 @@ from .cached_model import CachedModel
 from .passes import cached_model
 from .ragged import RaggedCache
 from .recurrent import RecurrentModel
-from .recurrent_cache import ragged_copy
 from .recurrent_draft import RecurrentBranches, RecurrentDraft
 from .row_store import RowStore
 from .support import attention_layout, empty_cache, is_flash_attention, result_of
@@ -35,11 +34,7 @@ class Texts(NamedTuple):
     columns: list[int]  # the first column of each row that is written after the prompt
     width: int  # columns before the end of the cache
     compared: int  # rows whose logits are compared; other rows only stand beside them
-
-    @property
-    def drafted(self) -> int:
-        """How many tokens are verified after the prompt."""
-        return self.tokens.shape[1] - PROMPT
+    drafted: int  # tokens of each row after the prompt
 
 
 def texts_for(model: PreTrainedModel, drafted: int, rows: int | None) -> Texts:
@@ -55,7 +50,7 @@ def texts_for(model: PreTrainedModel, drafted: int, rows: int | None) -> Texts:
     text = [TOKENS[(i + i // len(TOKENS)) % len(TOKENS)] % config.vocab_size for i in range(PROMPT + drafted)]
     text = torch.tensor(text, device=devices.of_model(model))
     tokens = torch.stack([text.roll(-row) for row in range(rows or 2)])
-    return Texts(tokens, [PROMPT] * rows if rows else [PROMPT, far], far, rows or 1)
+    return Texts(tokens, [PROMPT] * rows if rows else [PROMPT, far], far, rows or 1, drafted)
 
 
 def read(
@@ -153,7 +148,7 @@ def logits_after_rejection(
     and rejected, then the tokens after the prompt, and all of these but the first again.
     """
     rows = 1 if is_flash_attention(model) else len(texts.tokens)
-    tokens, columns, cache = texts.tokens[:rows], texts.columns[:rows], ragged_copy(empty_cache(model))
+    tokens, columns, cache = texts.tokens[:rows], texts.columns[:rows], RaggedCache(empty_cache(model))
     inputs = {"input_ids": tokens[:, :PROMPT], cache_argument(model): cache}
     beside = view(**inputs, use_cache=True, return_dict=True).logits
     decoder = cached_model(model, cache, column_limit=tokens.shape[1], view=view)

@@ -9,7 +9,7 @@ from transformers.utils import logging
 from ..devices import from_host
 from .cached_model import CachedModel
 from .graphs import are_wanted, power_of_two
-from .recurrent_cache import RecurrentCache, ragged_copy
+from .ragged import RaggedCache
 from .row_store import RowStore
 from .support import empty_cache
 from .view import is_mamba
@@ -30,12 +30,10 @@ class NoState(RuntimeError):
 class RecurrentModel(CachedModel):
     """A [`CachedModel`] with recurrent layers, of a cache with the prompts, or of an empty cache and `tokens`."""
 
-    cache: RecurrentCache
-
     def __init__(
         self,
         model: PreTrainedModel,
-        cache: RecurrentCache,
+        cache: RaggedCache,
         tokens: RowStore | None = None,
         cuda_graphs: bool | str = False,
         **options,
@@ -108,11 +106,14 @@ class RecurrentModel(CachedModel):
         logits = super().run(inputs, logits_to_keep)
         return logits if branches == 1 else logits.view(-1, branches, logits.shape[-1])
 
-    def of_one_row(self):
-        tokens = RowStore(torch.zeros(1, 0, dtype=torch.long, device=self.device))
-        alone = RecurrentModel(self.model, ragged_copy(empty_cache(self.model)), tokens, **self._of_one_row())
-        alone.reads_prompts = True
-        return alone
+    def of_one_row(self, cache=None, known=()):
+        tokens = RowStore(from_host(list(known), self.device)[None])
+        states = None if cache is None else (cache.current_states(), 0)
+        cache = RaggedCache(empty_cache(self.model)) if cache is None else cache
+        reader = RecurrentModel(self.model, cache, tokens, **self._of_one_row())
+        reader.states = [{len(known): states}]
+        reader.length, reader.reads_prompts = len(known), True
+        return reader
 
     def reusable(self, row, count):
         return max((column for column in self.states[row] if column <= count), default=0)
@@ -121,11 +122,6 @@ class RecurrentModel(CachedModel):
         cache = super().of_row(row, count)
         cache.set_states(self.copies([self.states[row][count]]))
         return cache
-
-    def begin_with(self, cache, tokens):
-        super().begin_with(cache, tokens)
-        self.tokens.put(0, 0, from_host(tokens, self.device))
-        self.states = [{len(tokens): (cache.current_states(), 0)}]
 
     def _read(self, tokens):
         self.tokens.write(tokens, [self.length])

@@ -5,8 +5,8 @@ from transformers import PreTrainedModel
 
 from ..devices import from_host
 from .branches import Branches
+from .ragged import RaggedCache
 from .recurrent import RecurrentModel
-from .recurrent_cache import RecurrentCache
 from .row_store import RowStore
 from .support import empty_cache
 
@@ -14,8 +14,8 @@ from .support import empty_cache
 class RecurrentDraft(RecurrentModel):
     """A [`RecurrentModel`] that drafts after the `tokens` of its rows. Its passes run eagerly."""
 
-    def __init__(self, model: PreTrainedModel, tokens: RowStore, cache: RecurrentCache | None = None, **options):
-        super().__init__(model, cache or RecurrentCache(empty_cache(model)), tokens, **options)
+    def __init__(self, model: PreTrainedModel, tokens: RowStore, cache: RaggedCache | None = None, **options):
+        super().__init__(model, cache or RaggedCache(empty_cache(model)), tokens, **options)
         self.cache.shares_columns = self.has_grouped_heads
 
     @property

@@ -10,7 +10,7 @@ from ..cache.cached_model import CachedModel, view_for_passes
 from ..cache.compiled import uncompiled
 from ..cache.hidden_states import HiddenStates, hooked_modules
 from ..cache.passes import cached_model
-from ..cache.recurrent_cache import ragged_copy
+from ..cache.ragged import RaggedCache
 from ..cache.row_store import RowStore
 from ..cache.support import empty_cache, last_position_limit
 from ..config import SSDConfig
@@ -36,7 +36,7 @@ class Target:
     def begin(self, rows: int, width: int = 0) -> None:
         """Makes a cache for rows that join later, with features of this `width`. The decoder is to be closed."""
         limit = last_position_limit(self.model)
-        cache = ragged_copy(empty_cache(self.model))
+        cache = RaggedCache(empty_cache(self.model))
         device = devices.of_model(self.model)
         tokens = RowStore(torch.zeros(rows, 0, dtype=torch.long, device=device))
         options = {"column_limit": limit, "view": self.view, "hidden_states": self.hidden_states}
@@ -56,9 +56,9 @@ class Target:
     def prefill(self, settings: Settings, input_ids: torch.LongTensor, model_kwargs: dict) -> torch.Tensor:
         """Runs transformers' own prefill into a ragged cache. Returns the last logits `(rows, 1, vocab_size)`."""
         self.theirs: DynamicCache = model_kwargs[CACHE]  # of the user or of transformers
-        self.returns_cache = settings.wants_dict or getattr(self.theirs, "_is_user_defined", False)
+        self.returns_cache = settings.options.return_dict_in_generate or getattr(self.theirs, "_is_user_defined", False)
         prompt_length, max_length = input_ids.shape[1], settings.max_length
-        cache = ragged_copy(self.theirs)
+        cache = RaggedCache(self.theirs)
         position_ids = model_kwargs.get("position_ids")
         if position_ids is not None and position_ids.ndim > 2:  # in text, all kinds of positions are the same
             position_ids = position_ids[0]
