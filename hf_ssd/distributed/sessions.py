@@ -231,11 +231,8 @@ class LocalSession(DraftSession):
     def __init__(self, model: PreTrainedModel, request: SessionRequest):
         with raised_as(DraftError, RAISED):
             self.speculator = _drafts.setdefault(model, Drafts()).speculator(model, request)
-            self.speculator.plan, self.joining = request.plan, []
+            self.speculator.plan, self.join = request.plan, self.speculator.join
             self.speculator.drafter.begin()
-
-    def join(self, row: int, start: int, tokens: list[int], options: GenerationConfig | None, seed: int) -> None:
-        self.joining.append((row, start, tokens, options, seed))
 
     def send_outcome(self, outcome: Outcome, plan: Plan) -> None:
         self.told = outcome, plan
@@ -244,8 +241,6 @@ class LocalSession(DraftSession):
         with raised_as(DraftError, RAISED):
             self.speculator.prepare(self.speculator.plan)
             self.answer = self.speculator.complete(self.speculator.look_up(*self.told))
-            while self.joining:
-                self.speculator.join(*self.joining.pop(0))
             return self.answer
 
     def send_proposals(self, tokens: list[list[int]], sources: list[str]) -> None:

@@ -58,7 +58,8 @@ class Speculator:
         self.waits = False  # for the tokens of rows that have missed
         self.uncommitted: tuple | None = None  # the last outcome, until the drafter has taken it in
         self.unwritten: list[list[int]] | None = None  # the tokens that are verified next, until it has written them
-        self.joining: list[tuple] = []  # tokens of rows that join, which are read before the next preparation
+        self.joining: list[tuple] = []  # tokens of rows that join with the next outcome
+        self.joined: list[tuple] = []  # and with the last one, which are read before the next preparation
         self.lessons: list[tuple] = []  # candidates, accepted counts and bonus tokens of rounds not learned from yet
 
     def join(self, row: int, start: int, tokens: list[int], options: GenerationConfig | None, seed: int) -> None:
@@ -108,12 +109,12 @@ class Speculator:
         self._learn()
 
     def _read_joining(self) -> None:
-        for row, start, tokens, options, seed in self.joining:
+        for row, start, tokens, options, seed in self.joined:
             self.drafter.read(row, start, tokens, options, seed)
             if options is not None:  # the target verifies the padding of this row's speculation
                 self.finished[row], self.sources[row] = False, CUSTOM
                 self.drafter.take_speculation(self.verified)
-        self.joining.clear()
+        self.joined.clear()
 
     def _choose(self, plan: Plan) -> SpeculationCache:
         """Returns the outcomes to prepare: as many as the plan says, if there is memory for their states."""
@@ -140,6 +141,7 @@ class Speculator:
         """Returns the tokens that were prepared for an outcome, without waiting for the device."""
         self.catch_up()  # takes in the previous round, if no preparation has done so
         start, self.plan, cache, self.prepared = time.perf_counter(), plan, self.prepared, None
+        self.joined, self.joining = self.joined + self.joining, []
         self.finished, self.waits = [not tokens for tokens in outcome.tokens], False
         self.proposed = outcome.proposed or [[] for _ in outcome.tokens]
         # Of each row's new tokens, how many before the last one were being verified.

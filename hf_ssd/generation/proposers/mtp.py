@@ -20,16 +20,11 @@ class MtpFallback(Proposer):
         own = dataclasses.replace(request, config=config, seed=seed, translation=None)
         self.speculator = Drafts().speculator(head, own)
         self.speculator.drafter.begin()
-        self.joining: list[tuple] = []
-
-    def join(self, *row) -> None:
-        self.joining.append(row)
+        self.join = self.speculator.join
 
     def take_in(self, outcome: Outcome, plan: Plan) -> None:
-        self.speculator.prepare(Plan(PLAIN))  # takes in the last outcome, and then the rows that joined with it
+        self.speculator.prepare(Plan(PLAIN))  # takes in the last outcome, and the rows that joined with it
         self.found = self.speculator.look_up(outcome, plan)
-        while self.joining:
-            self.speculator.join(*self.joining.pop(0))
 
     def propose(self, texts: list[list[int]], rows: list[int], lookahead: int) -> list[Proposal]:
         done = self.speculator.complete(self.found, lookahead)
