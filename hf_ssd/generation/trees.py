@@ -87,19 +87,16 @@ def widest(config: SSDConfig) -> int:
 
 def config_for_trees(config: SSDConfig, model: PreTrainedModel, uses_q: bool, worker) -> SSDConfig:
     """Returns the settings for calls of a target, without trees where they cannot be verified, which is said once."""
-    reason = _why_a_chain(model, uses_q, worker) if nodes_of(config) else None
-    if reason is None:
+    layout, workers = attention_layout(model), 1 if worker is None else len(worker.workers)
+    hides_no_token = layout.recurrent or layout.indexed or is_flash_attention(model)
+    reasons = {
+        'trees need `verification="coupled"`; under "rejection" a path that the target chooses would be a bias': uses_q,
+        f"in {type(model).__name__} no mask can hide a token from the tokens after it": hides_no_token,
+        f"{workers} draft workers prepare shares of the outcomes of chains": workers > 1,
+        "several ranks hold the target": worker is not None and worker.ranks.size > 1,
+    }
+    reason = next((reason for reason, holds in reasons.items() if holds), None)
+    if not nodes_of(config) or reason is None:
         return config
     logger.warning_once(f"`tree_nodes` is left out, and chains are verified: {reason}.")
     return dataclasses.replace(config, tree_nodes="auto")
-
-
-def _why_a_chain(model: PreTrainedModel, uses_q: bool, worker) -> str | None:
-    layout, workers = attention_layout(model), 1 if worker is None else len(worker.workers)
-    if uses_q:
-        return 'trees need `verification="coupled"`; under "rejection" a path that the target chooses would be a bias'
-    if layout.recurrent or layout.indexed or is_flash_attention(model):
-        return f"in {type(model).__name__} no mask can hide a token from the tokens after it"
-    if workers > 1:
-        return f"{workers} draft workers prepare shares of the outcomes of chains"
-    return "several ranks hold the target" if worker is not None and worker.ranks.size > 1 else None
