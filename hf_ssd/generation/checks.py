@@ -147,6 +147,8 @@ def check_generation(model, input_ids, settings: Settings, model_kwargs: dict, d
     ensemble_weight = getattr(generation_config, "assistant_ensemble_weight", None)
     of_model = ", which is in the model's own config; pass `use_cache=True` to generate(), or set it in the config"
     of_model = of_model if model.generation_config.use_cache is False else ""
+    position_ids = model_kwargs.get("position_ids")  # (kinds, batch_size, columns) in multimodal models
+    are_of_text = position_ids is None or position_ids.ndim < 3 or bool((position_ids == position_ids[:1]).all())
     refused = {
         f"use_cache=False{of_model}": not generation_config.use_cache,
         "assistant_ensemble_weight (it changes the output distribution)": ensemble_weight is not None,
@@ -154,7 +156,7 @@ def check_generation(model, input_ids, settings: Settings, model_kwargs: dict, d
         "output_attentions": generation_config.output_attentions,
         "output_hidden_states": generation_config.output_hidden_states,
         "inputs_embeds (the draft needs `input_ids`)": model_kwargs.get("inputs_embeds") is not None,
-        "tokens that have several different positions each, as those of images": _have_several_positions(model_kwargs),
+        "tokens that have several different positions each, as those of images": not are_of_text,
     }
     for processor in settings.processors:
         name = f"{type(processor).__name__} (it remembers earlier calls, and counts on one for each token)"
@@ -182,7 +184,7 @@ def check_generation(model, input_ids, settings: Settings, model_kwargs: dict, d
         raise ValueError("`input_ids` is empty; give at least one token.")
     _check_rope(model, input_ids, max_length, model_kwargs)
     _check_columns(model, max_length, model_kwargs, max(ROOM, 2 * nodes_of(settings.config) + 2))
-    if settings.do_sample:
+    if generation_config.do_sample:
         vocab_size = model.config.get_text_config(decoder=True).vocab_size
         check_fits(len(input_ids), (max_length or 0) + ROOM, vocab_size)
     if is_flash_attention(model) and (len(input_ids) > 1 or model_kwargs.get("attention_mask") is not None):
@@ -226,12 +228,6 @@ def check_row(model: PreTrainedModel, input_ids: torch.LongTensor, settings: Set
             f"{type(model).__name__} has a rotary embedding that changes after {changes[1]} tokens, and rows of a "
             f"running batch differ in length; set `max_length={changes[1]}` or less."
         )
-
-
-def _have_several_positions(model_kwargs: dict) -> bool:
-    """Whether positions `(kinds, batch_size, columns)`, which multimodal models have, are not those of text alone."""
-    position_ids = model_kwargs.get("position_ids")
-    return position_ids is not None and position_ids.ndim > 2 and bool((position_ids != position_ids[:1]).any())
 
 
 def _is_synced(model) -> bool:

@@ -30,24 +30,6 @@ def check_drawn(tokens: list[int]) -> None:
         raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0, or sums to 0")
 
 
-class StepRecord:
-    """Collects the scores or logits that each row's tokens were chosen from. Rows may advance by different amounts."""
-
-    def __init__(self, sequences: Sequences, dtype: torch.dtype | None = None):
-        self.prompt_length, self.device, self.dtype = sequences.prompt_length, sequences.ids.device, dtype
-        self.rows: list[list[torch.Tensor]] = [[] for _ in range(sequences.batch_size)]
-
-    def add(self, row: int, values: torch.Tensor) -> None:
-        """Adds a vector for each new token of a row, `(new_tokens, vocab_size)`."""
-        self.rows[row].extend(values.to(device=self.device, dtype=self.dtype or values.dtype, copy=True))
-
-    def up_to(self, length: int) -> tuple[torch.Tensor, ...]:
-        """Returns a tensor `(batch_size, vocab_size)` for each token up to a length, with zeros for shorter rows."""
-        steps = length - self.prompt_length
-        blank = torch.zeros_like(next(row[0] for row in self.rows if row))
-        return tuple(torch.stack([row[i] if i < len(row) else blank for row in self.rows]) for i in range(steps))
-
-
 class CallRows:
     """Rows with the same settings, decided at all positions at once, or one by one where a processor needs that."""
 
@@ -64,7 +46,8 @@ class CallRows:
         ranks: TargetRanks | None = None,
         streamer: BaseStreamer | None = None,
     ):
-        self.settings, self.processors, self.do_sample = settings, settings.processors, settings.do_sample
+        options, self.settings, self.processors = settings.options, settings, settings.processors
+        self.do_sample, self.wants_dict = options.do_sample, options.return_dict_in_generate
         self.uses_q, self.target, self.ranks = settings.uses_q, target, ranks or TargetRanks()
         self.noise = Noise(seed, vocab_size, settings.config.verification == COUPLED) if self.do_sample else None
         self.sequences, self.propose = sequences, sequences.propose
@@ -72,10 +55,10 @@ class CallRows:
         self.streams = streamer is not None
         self.stream = Stream(streamer, sequences) if self.streams else None
         self.on_logits = getattr(streamer, "on_logits", None)  # see [`RoundStreamer`]
-        self.wants_scores = settings.wants_dict and settings.options.output_scores
-        wants_logits = settings.wants_dict and settings.options.output_logits
-        self.scores = StepRecord(sequences) if self.wants_scores else None
-        self.logits = StepRecord(sequences, torch.float32) if wants_logits else None
+        self.wants_scores = self.wants_dict and options.output_scores
+        wants = {"scores": self.wants_scores, "logits": self.wants_dict and options.output_logits}
+        # What the tokens of each row were chosen from, (vocab_size,) each. Rows may advance by different amounts.
+        self.steps = {name: [[] for _ in sequences.prompts] for name, is_wanted in wants.items() if is_wanted}
         self.stats = SSDStats(sequences.batch_size, adjustable=adjustable(settings.config, self.uses_q))
         self.of_round: tuple | None = None  # what `keep` needs of the round that was decided, if it is not kept yet
         constrained, unknown = has_constraint(self.processors), not are_by_row(self.processors)
@@ -86,12 +69,7 @@ class CallRows:
         # compare rows or keep a state. A constraint must not see tokens after a row's end, which may depend on others.
         self.in_step = unknown or (constrained and not sequences.ends_by_row)
         # Whether greedy tokens are all that is wanted of logits that nothing processes.
-        wanted = self.wants_scores or wants_logits or self.on_logits is not None
-        self.is_simple = not (self.by_step or self.processors or self.do_sample or wanted)
-
-    def begin(self) -> torch.LongTensor:
-        """Returns what was proposed before the first round: no tokens. See [`Sequences.propose`]."""
-        return self.sequences.ids.new_full((self.sequences.batch_size, 1), -1)
+        self.is_simple = not (self.by_step or self.processors or self.do_sample or self.steps or self.on_logits)
 
     # ---------------------------------------------------------------- keeping
 
@@ -105,16 +83,24 @@ class CallRows:
     def _keep(self, rows, new_tokens: list[list[int]], logits, scores, on_device: torch.LongTensor | None = None):
         """`logits` and `scores` are those of the `rows` that were decided, of the positions of their tokens."""
         self.sequences.accept(new_tokens, on_device)
-        for record, values in ((self.scores, scores), (self.logits, logits)):
-            for row, of_row in zip(rows, values) if record else ():
-                record.add(row, of_row[: len(new_tokens[row])])
+        for name, steps in self.steps.items():
+            for row, of_row in zip(rows, scores if name == "scores" else logits):
+                dtype = of_row.dtype if name == "scores" else torch.float32
+                new = of_row[: len(new_tokens[row])]
+                steps[row].extend(new.to(device=self.sequences.ids.device, dtype=dtype, copy=True))
         for row, of_row in zip(rows, logits) if self.on_logits else ():
             self.on_logits(row, new_tokens[row], of_row[: len(new_tokens[row])])
-        self.sequences.stop_where_plain_generation_would(
-            new_tokens, self.scores.up_to if self.scores else lambda _: None
-        )
+        self.sequences.stop_where_plain_generation_would(new_tokens, lambda length: self._steps("scores", length))
         if not self.sequences.simple:  # a time limit, for example, may pass earlier on some ranks
             self.sequences.stops = self.ranks.share_values(self.sequences.stops)
+
+    def _steps(self, name: str, length: int) -> tuple[torch.Tensor, ...] | None:
+        """Returns a tensor `(batch_size, vocab_size)` for each token up to a length, with zeros for shorter rows."""
+        if name not in self.steps:
+            return None
+        rows, count = self.steps[name], length - self.sequences.prompt_length
+        blank = torch.zeros_like(next(row[0] for row in rows if row))
+        return tuple(torch.stack([row[i] if i < len(row) else blank for row in rows]) for i in range(count))
 
     def report(self) -> None:
         """Streams the new tokens, once all bookkeeping of a round is done."""
@@ -132,16 +118,17 @@ class CallRows:
 
     def result(self, sequences: torch.LongTensor, **cache) -> torch.LongTensor | SSDDecoderOnlyOutput:
         """Returns what `generate()` would with the output of [`~CallRows.finish`]."""
-        if not self.settings.wants_dict:
+        if not self.wants_dict:
             return sequences
-        steps = {"scores": self.scores, "logits": self.logits}
-        steps = {name: record and record.up_to(sequences.shape[1]) for name, record in steps.items()}
+        steps = {name: self._steps(name, sequences.shape[1]) for name in self.steps}
         return SSDDecoderOnlyOutput(sequences=sequences, ssd_stats=self.stats, **steps, **cache)
 
     # ---------------------------------------------------------------- deciding
 
-    def decide(self, logits: torch.Tensor, q: torch.Tensor | None, following: torch.LongTensor) -> Outcome:
+    def decide(self, logits: torch.Tensor, q: torch.Tensor | None, following: torch.LongTensor | None) -> Outcome:
         """Returns the outcome, valid only on the leader, by raw logits `(batch_size, lookahead + 1, vocab_size)`."""
+        if following is None:  # nothing was proposed before the first round
+            following = self.sequences.ids.new_full((self.sequences.batch_size, 1), -1)
         if self.by_step:
             return self.decide_by_step(logits, q, following[:, :-1])
         unfinished, scores = self.unfinished, []

@@ -101,10 +101,10 @@ def speculative_speculative_decoding(
     sequences = Sequences(input_ids, settings, model_kwargs.get("attention_mask"))
     request = pair.request(settings.of_the_draft, sequences.prompts, translation)
     request.forced = settings.forced
-    if settings.do_sample:  # greedy calls draw nothing
+    if generation_config.do_sample:  # greedy calls draw nothing
         request.seed = seed_of_call(request, int(torch.randint(2**31, ())), resolved.reads is not None)
     start, worker = time.perf_counter(), pair.worker
-    kind = pair.kind(*input_ids.shape, generation_config.temperature if settings.do_sample else None)
+    kind = pair.kind(*input_ids.shape, generation_config.temperature if generation_config.do_sample else None)
     cores = pair.cores()
     if cores.share is not None and worker.cores.half is not None and asks_for_half(model, worker, kind):
         kind, request.has_half = dataclasses.replace(kind, has_half=True), True
@@ -121,7 +121,7 @@ def speculative_speculative_decoding(
             # transformers' context changes how experts are computed.
             with contextlib.closing(target.decoder), target.view._optimize_model_for_decode():
                 decode(target, rows, draft, logits, start)
-                draft.finish(settings.do_sample)
+                draft.finish(generation_config.do_sample)
                 output, stats = rows.finish(), rows.stats
                 stats.total_seconds = time.perf_counter() - start
                 stats.draft_failure, stats.draft_joined_at = draft.failure, draft.joined_at
@@ -133,7 +133,7 @@ def speculative_speculative_decoding(
 def decode(target: Target, rows, draft: FaultTolerantDraft, logits: torch.Tensor | None, start: float) -> None:
     """Runs the rounds of a call, whose prompts `logits` follow, or of a running batch, until no row needs tokens."""
     stats, decoder, uses_q = rows.stats, target.decoder, rows.uses_q
-    following, probabilities = rows.begin(), None
+    following = probabilities = None
     record: RoundRecord | None = None  # of the round that is being verified
     received = start
     stats.prefill_seconds = time.perf_counter() - start

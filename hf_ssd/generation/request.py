@@ -66,7 +66,7 @@ def make_request(pair: Pair, input_ids, on_change, seed: int | None = None, stre
         check_generation(model, input_ids, settings, model_kwargs, pair.resolved.model)
         check_row(model, input_ids, settings, model_kwargs)
         generator = None if seed is None else torch.Generator().manual_seed(seed)
-        drawn = int(torch.randint(2**31, (), generator=generator)) if settings.do_sample else 0  # as in a call
+        drawn = int(torch.randint(2**31, (), generator=generator)) if generation_config.do_sample else 0  # as in a call
         sequences = Sequences(input_ids, settings, model_kwargs.get("attention_mask"))
         return Request(settings, sequences, drawn, pair.vocab_size, streamer, on_change)
 

@@ -74,10 +74,6 @@ class RunningRows:
         """Whether no round follows with this draft. A request that joins after it has failed gets another draft."""
         return self.wants_draft or self.is_closing
 
-    def begin(self) -> None:
-        """Nothing is proposed for rows that the draft does not know."""
-        self.verifying = {}
-
     def decide(self, logits: torch.Tensor | None, q: None, following: torch.LongTensor | None) -> Outcome:
         found = self._decide_together(logits, following)
         tokens = [found.get(row, []) for row in range(self.count)]
@@ -208,7 +204,7 @@ class RunningRows:
 
     def resume(self, draft: FaultTolerantDraft) -> None:
         """Gives the rows to another draft."""
-        self.draft, self.wants_draft = draft, False
+        self.draft, self.wants_draft, self.verifying = draft, False, {}  # it has proposed nothing yet
         for row, request in self.live.items():
             draft.join(row, request.text, request.options, request.seed)
         for row, request in self.reading.items():

@@ -22,16 +22,8 @@ class Settings:
     is_bound: bool = False
 
     @property
-    def do_sample(self) -> bool:
-        return self.options.do_sample
-
-    @property
     def uses_q(self) -> bool:
-        return self.config.uses_q(self.do_sample)
-
-    @property
-    def wants_dict(self) -> bool:
-        return self.options.return_dict_in_generate
+        return self.config.uses_q(self.options.do_sample)
 
     @property
     def max_length(self) -> int | None:
