@@ -25,24 +25,13 @@ AHEAD, IN_TURN = {"ahead"}, {"in_turn"}  # modes
 
 @dataclass(frozen=True)
 class Pair:
-    """
-    Args:
-        draft (`Callable`, *optional*): Makes the draft. Without one, n-grams of the text are verified.
-        target (`Callable`): Makes the target.
-        options (`dict`): Of each call.
-        vocabulary (`int`): Prompts have tokens below it.
-        least (`float`): What is accepted at least: tokens per round of greedy calls.
-        one_pass (`bool`): Whether the draft drafts all tokens in one pass.
-        launch (`dict`): How its workers are launched.
-    """
-
-    draft: Callable | None
-    target: Callable = tiny_model
-    options: dict = field(default_factory=dict)
-    vocabulary: int = VOCAB
-    least: float = 1.1
-    one_pass: bool = False
-    launch: dict = field(default_factory=dict)
+    draft: Callable | None  # makes it; without one, n-grams of the text are verified
+    target: Callable = tiny_model  # makes it
+    options: dict = field(default_factory=dict)  # of each call
+    vocabulary: int = VOCAB  # prompts have tokens below it
+    least: float = 1.1  # tokens per round of greedy calls, at least
+    one_pass: bool = False  # whether the draft drafts all tokens in one pass
+    launch: dict = field(default_factory=dict)  # how its workers are launched
 
 
 def offloaded(first: str, last: str):
@@ -270,9 +259,6 @@ SLOW = [
     "sequence bias as a dict", "eos as a tensor", "eos as an array", "double", "half", "bfloat16", "a tuple", "a range",
     "stops by one of all",
 ]  # fmt: skip
-OFFLOADED = ["disk in the middle", "disk at both ends"]
-GREEDY_CELLS += cells(OFFLOADED, ["lookahead 4"], NOTHING, (4,))
-SAMPLED_CELLS += cells(OFFLOADED, ["lookahead 4"], ["temperature"], (4,))
-OF_WORKERS = ["two drafts", "two drafts, parallel", "compiled, parallel"]
-GREEDY_CELLS += cells(OF_WORKERS, ["lookahead 4"], NOTHING, (4,))
-SAMPLED_CELLS += cells(OF_WORKERS, ["lookahead 4"], ["temperature"], (4,))
+OTHER_PAIRS = ["disk in the middle", "disk at both ends", "two drafts", "two drafts, parallel", "compiled, parallel"]
+GREEDY_CELLS += cells(OTHER_PAIRS, ["lookahead 4"], NOTHING, (4,))
+SAMPLED_CELLS += cells(OTHER_PAIRS, ["lookahead 4"], ["temperature"], (4,))

@@ -24,19 +24,14 @@ def test_numbers_are_those_of_splitmix64():
         assert [int(n) % 2**64 for n in splitmix(indices * STEP + 1234567)] == expected
 
 
-def indices_of_a_call():
-    everywhere = itertools.product((DRAFTED, BONUS, ACCEPTANCE, FALLBACK), (0, 1, 4095), (0, 1, 2**22 - 1), (0, 1, 64))
-    return [
-        index + token for place in everywhere for token in (0, 1, 2**19, 2**20 - 1) for index in [int(place_of(*place))]
-    ]
-
-
 def place_of(purpose, *place):
     return places(purpose, *torch.tensor(place))
 
 
 def test_no_two_places_share_a_number():
-    indices = indices_of_a_call()
+    everywhere = itertools.product((DRAFTED, BONUS, ACCEPTANCE, FALLBACK), (0, 1, 4095), (0, 1, 2**22 - 1), (0, 1, 64))
+    tokens = (0, 1, 2**19, 2**20 - 1)
+    indices = [int(place_of(*place)) + token for place, token in itertools.product(everywhere, tokens)]
     numbers = splitmix(torch.tensor(indices) * STEP + 7).tolist()
     assert len(set(numbers)) == len(set(indices)) == 4 * 3**3 * 4
 
@@ -83,17 +78,15 @@ def test_numpy_and_torch_compute_the_same(monkeypatch):
 
 
 def test_the_smallest_and_the_largest_number_are_possible_ones(monkeypatch):
+    place = torch.tensor([5])
     for bits in (0, -1):
         monkeypatch.setattr(noise, "splitmix", lambda n, bits=bits: n * 0 + bits)
         drawn = Noise(1, 3)
-        assert 0 < drawn.uniform(torch.tensor([5])) < 1
-        assert (drawn.exponential(torch.tensor([5])) > 0).all() and drawn.exponential(
-            torch.tensor([5])
-        ).isfinite().all()
-        in_float64 = drawn.exponential(torch.tensor([5]))
+        in_float64 = drawn.exponential(place)
+        assert 0 < drawn.uniform(place) < 1 and (in_float64 > 0).all() and in_float64.isfinite().all()
         monkeypatch.setattr(noise, "has_float64", lambda device: False)
-        assert drawn.uniform(torch.tensor([5])).dtype == torch.float32 and 0 < drawn.uniform(torch.tensor([5])) < 1
-        assert torch.equal(drawn.exponential(torch.tensor([5])), in_float64)
+        assert drawn.uniform(place).dtype == torch.float32 and 0 < drawn.uniform(place) < 1
+        assert torch.equal(drawn.exponential(place), in_float64)
         monkeypatch.undo()
 
 
@@ -136,10 +129,8 @@ def unlikely_tokens_drawn():
     """How often one of 100,000 tokens of probability 1e-12 is drawn in 1,000 draws: 1e-4 times are expected."""
     probabilities = torch.full((100_000,), 1e-12)
     probabilities[0] = 1.0
-    numbers = Noise(0, 100_000)
-    return sum(
-        int(draw(probabilities, numbers.exponential(place_of(BONUS, 0, start, 0)))) != 0 for start in range(1000)
-    )
+    numbers, starts = Noise(0, 100_000), (place_of(BONUS, 0, start, 0) for start in range(1000))
+    return sum(int(draw(probabilities, numbers.exponential(start))) != 0 for start in starts)
 
 
 def test_unlikely_tokens_are_not_drawn_more_often_than_q_says(monkeypatch):

@@ -25,14 +25,8 @@ ROWS = 2
 
 @dataclass
 class Recorded:
-    """
-    Args:
-        message (`Message`): As it was sent.
-        frame (`torch.ByteTensor`): Its frame, or the one that announces it.
-    """
-
-    message: Message
-    frame: torch.Tensor
+    message: Message  # as it was sent
+    frame: torch.Tensor  # its frame, or the one that announces it
 
 
 class Last:

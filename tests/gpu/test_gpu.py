@@ -113,12 +113,8 @@ def test_a_long_context_is_that_of_the_oracle(target, draft, shared):
 
 def check_up_to_rounding(ours: torch.LongTensor, theirs: torch.LongTensor, logits: torch.Tensor) -> None:
     """
-    Greedy tokens must be the same, or plain decoding must have been undecided between the two where a row first
-    differs: forward passes over more tokens round in other ways, and what follows is another text.
-
-    Args:
-        ours, theirs (`torch.LongTensor` of shape `(rows, length)`): New tokens of a run and of plain decoding.
-        logits (`torch.FloatTensor` of shape `(rows, length, vocab_size)`): Of plain decoding.
+    Greedy tokens must be the same, or plain decoding, whose logits these are, must have been undecided between the two
+    where a row first differs: passes over more tokens round in other ways, and what follows is another text.
     """
     assert ours.shape == theirs.shape
     for row, (a, b) in enumerate(zip(ours.tolist(), theirs.tolist())):

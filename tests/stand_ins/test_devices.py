@@ -37,17 +37,13 @@ def test_whole_calls_are_on_one_device(name, rows, monkeypatch):
         assert torch.equal(output.sequences.cpu(), plain)
 
 
-def check_that_rows_end_without_a_wait(monkeypatch):
+def test_rows_that_end_make_nothing_wait(monkeypatch):
     plain = tiny_model().generate(**padded_batch(4), do_sample=False, max_new_tokens=24)
     end = int(plain[0, 12])  # of a row whose place others take
     output, gpu = generate(monkeypatch, 4, False, eos_token_id=end, max_new_tokens=24)
     assert -1 in output.ssd_stats.column("accepted")[-1]
     assert output.ssd_stats.draft_failure is None
     assert not {phase: n for phase, n in most(gpu.visits).items() if n > BUDGET[phase][0]}, "a phase waits"
-
-
-def test_rows_that_end_make_nothing_wait(monkeypatch):
-    check_that_rows_end_without_a_wait(monkeypatch)
 
 
 def indexed_on_the_host(self, *indices):
@@ -66,4 +62,4 @@ def indexed_on_the_host(self, *indices):
 def test_mistakes_are_noticed(owner, name, mutant, monkeypatch):
     monkeypatch.setattr(owner, name, mutant)
     with pytest.raises((AssertionError, ValueError), match="a phase waits|same device"):
-        check_that_rows_end_without_a_wait(monkeypatch)
+        test_rows_that_end_make_nothing_wait(monkeypatch)

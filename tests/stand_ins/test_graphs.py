@@ -36,10 +36,8 @@ def tapes(monkeypatch):
 def call(model, cuda_graphs, rows=ROWS, rounds=ROUNDS, limit=None, padded=False):
     """
     Decodes like the target and the draft: verifications, feeding passes of several sizes and branches, for a text that
-    grows, with rows that advance by different amounts and end.
-
-    Returns:
-        The logits of the rows that have not ended, of each pass, and the decoder.
+    grows, with rows that advance by different amounts and end. Returns the logits of each pass, of the rows that have
+    not ended, and the decoder.
     """
     generator, device = torch.Generator().manual_seed(rows), model.device
     valid = (torch.arange(PROMPT) >= torch.arange(rows)[:, None]).to(device) if padded else None
@@ -129,28 +127,13 @@ def test_weights_that_move_are_captured_anew(tapes):
     assert decoder.preparations and same(found, call(model, False, rounds=2)[0])
 
 
-def hook(model):
-    model.lm_head.register_forward_hook(lambda *_: None)
-
-
-def adapter(model):
-    model.model.layers[0].mlp.base_layer = torch.nn.Identity()
-
-
-def elsewhere(model):
-    model.model.layers[0].to("meta")
-
-
-def dynamic(model):
-    model.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-
-
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
 IMPOSSIBLE = {
-    "has hooks": hook,
-    "has adapters": adapter,
-    "is on several devices": elsewhere,
+    "has hooks": lambda model: model.lm_head.register_forward_hook(lambda *_: None),
+    "has adapters": lambda model: model.model.layers[0].mlp.add_module("base_layer", torch.nn.Identity()),
+    "is on several devices": lambda model: model.model.layers[0].to("meta"),
     "is in training mode": lambda model: model.train(),
-    "has a rotary embedding that depends": dynamic,
+    "has a rotary embedding that depends": lambda model: setattr(model.config, "rope_parameters", DYNAMIC),
 }
 
 
@@ -194,16 +177,6 @@ def test_a_draft_goes_on_with_an_earlier_text_or_takes_its_place(tapes):
 # ---------------------------------------------------------------- mutants
 
 
-def with_item(monkeypatch, read):
-    update = RaggedLayer.update
-
-    def reading(self, keys, *arguments):
-        read(keys)
-        return update(self, keys, *arguments)
-
-    monkeypatch.setattr(RaggedLayer, "update", reading)
-
-
 READS = {
     "item": lambda keys: keys.sum().item(),
     "mask": lambda keys: keys[keys > 0],
@@ -213,8 +186,13 @@ READS = {
 
 @pytest.mark.parametrize("name", quick_first(READS))
 def test_a_pass_that_reads_numbers_runs_eagerly_and_says_so(name, tapes, monkeypatch):
-    with_item(monkeypatch, READS[name])
-    said = []
+    said, update = [], RaggedLayer.update
+
+    def reading(self, keys, *arguments):
+        READS[name](keys)
+        return update(self, keys, *arguments)
+
+    monkeypatch.setattr(RaggedLayer, "update", reading)
     monkeypatch.setattr(passes.logger, "warning", said.append)
     model = tiny_model()
     found, decoder = call(model, "auto", rounds=3)
@@ -223,7 +201,7 @@ def test_a_pass_that_reads_numbers_runs_eagerly_and_says_so(name, tapes, monkeyp
     assert len(said) == 1 and "runs without CUDA graphs: operation not permitted" in said[0]
 
 
-def moving_tensor(monkeypatch):
+def a_tensor_that_moves(monkeypatch):
     take_in = Graphs.take_in
 
     def moving(self, cache, *arguments):
@@ -235,7 +213,7 @@ def moving_tensor(monkeypatch):
     monkeypatch.setattr(Graphs, "take_in", moving)
 
 
-def changing_number(monkeypatch):
+def a_number_that_changes(monkeypatch):
     update = RaggedLayer.update
 
     def numbered(self, keys, values, *arguments):
@@ -250,43 +228,17 @@ def changing_number(monkeypatch):
     monkeypatch.setattr(RaggedLayer, "update", numbered)
 
 
-MUTANTS = {"a tensor that moves": moving_tensor, "a number that changes": changing_number}
-
-
-def nothing_is_compared(monkeypatch):
-    monkeypatch.setattr(passes, "CapturedPass", functools.partial(CapturedPass, to_compare=0))
-
-
-@pytest.mark.parametrize("is_compared", [False, True])
-@pytest.mark.parametrize("mutant", quick_first(MUTANTS))
-def test_a_replay_that_differs_is_noticed(mutant, is_compared, tapes, monkeypatch):
-    """In the first call, which compares replays with eager passes and goes on with these; otherwise by these tests."""
-    MUTANTS[mutant](monkeypatch)
-    model = tiny_model()
-    expected = call(model, False, rounds=6)[0]
-    if not is_compared:
-        nothing_is_compared(monkeypatch)
-    found = call(model, "auto", rounds=6)[0]
-    assert same(found, expected) == is_compared
-    assert (Graphs.of(model).failure == "a replay gives other logits") == is_compared
-
-
-def test_logits_that_are_read_after_the_next_replay_are_noticed(tapes, monkeypatch):
-    """The mutant: the graph's own logits are returned."""
-
+def logits_that_are_read_after_the_next_replay(monkeypatch):
     def own(self, inputs, tokens):
         graphs.fill(self.inputs, inputs)
         self.replay()
         return self.logits[:, :tokens]
 
     monkeypatch.setattr(CapturedPass, "__call__", own)
-    model = tiny_model()
-    found, expected = call(model, "auto", rounds=3)[0], call(model, False, rounds=3)[0]
-    assert not same(found, expected)
 
 
-def test_padding_that_real_tokens_see_is_noticed(tapes, monkeypatch):
-    """The mutant: padding is another token in the column of the last one."""
+def padding_that_real_tokens_see(monkeypatch):
+    """It is another token in the column of the last one."""
     fill = graphs.fill
 
     def other_tokens(static, inputs):
@@ -294,9 +246,28 @@ def test_padding_that_real_tokens_see_is_noticed(tapes, monkeypatch):
         static["input_ids"][:, inputs["input_ids"].shape[1] :] = 3
 
     monkeypatch.setattr(graphs, "fill", other_tokens)
-    nothing_is_compared(monkeypatch)
+
+
+MUTANTS = [
+    (a_tensor_that_moves, False),
+    (a_tensor_that_moves, True),
+    (logits_that_are_read_after_the_next_replay, False),
+    (padding_that_real_tokens_see, False),
+    (a_number_that_changes, False),
+    (a_number_that_changes, True),
+]
+
+
+@pytest.mark.parametrize("mutate, is_compared", quick_first(MUTANTS, 4))
+def test_a_replay_that_differs_is_noticed(mutate, is_compared, tapes, monkeypatch):
+    """In the first call, which compares replays with eager passes and goes on with these; otherwise by these tests."""
+    mutate(monkeypatch)
+    if not is_compared:
+        monkeypatch.setattr(passes, "CapturedPass", functools.partial(CapturedPass, to_compare=0))
     model = tiny_model()
-    assert not same(call(model, "auto", rounds=6)[0], call(model, False, rounds=6)[0])
+    found, expected = call(model, "auto", rounds=6)[0], call(model, False, rounds=6)[0]
+    assert same(found, expected) == is_compared
+    assert (Graphs.of(model).failure == "a replay gives other logits") == is_compared
 
 
 # ---------------------------------------------------------------- whole calls

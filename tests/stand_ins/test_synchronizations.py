@@ -88,10 +88,7 @@ def check_budget(monkeypatch, rows: int, do_sample: bool, tokens: int = 40):
     return output
 
 
-SLOWLY = [pytest.param(1, False, marks=pytest.mark.slow), pytest.param(4, True, marks=pytest.mark.slow)]
-
-
-@pytest.mark.parametrize("rows, do_sample", [(4, False), (1, True), *SLOWLY])
+@pytest.mark.parametrize("rows, do_sample", quick_first([(4, False), (1, True), (1, False), (4, True)], 2))
 def test_no_phase_of_a_round_waits_more_often(rows, do_sample, monkeypatch):
     output = check_budget(monkeypatch, rows, do_sample)
     if not do_sample:  # what the stand-in computes is right
@@ -117,19 +114,15 @@ def taken_in_first(look_up):
     return lambda self, *arguments: (look_up(self, *arguments), self.catch_up())[0]
 
 
-@pytest.mark.parametrize(
-    "rows, owner, name, mutant, words",
-    quick_first(
-        [
-            (1, Sequences, "propose", with_item, "waits more often"),
-            (1, Speculator, "look_up", taken_in_first, "kept waiting"),
-            (1, Branches, "grow", with_item, "waits more often"),
-            (4, cached_model, "from_host", of_ordinary_memory, "waits more often"),
-        ],
-        2,
-    ),
-    ids=["an item of the target", "an outcome that is taken in", "an item of the draft", "numbers of ordinary memory"],
-)
+MUTANTS = [
+    (1, Sequences, "propose", with_item, "waits more often"),
+    (1, Speculator, "look_up", taken_in_first, "kept waiting"),
+    (1, Branches, "grow", with_item, "waits more often"),
+    (4, cached_model, "from_host", of_ordinary_memory, "waits more often"),
+]
+
+
+@pytest.mark.parametrize("rows, owner, name, mutant, words", quick_first(MUTANTS, 2))
 def test_mistakes_are_noticed(rows, owner, name, mutant, words, monkeypatch):
     monkeypatch.setattr(owner, name, mutant(getattr(owner, name)))
     with pytest.raises(AssertionError, match=words):
