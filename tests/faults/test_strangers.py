@@ -50,12 +50,12 @@ def ends():
 @pytest.mark.parametrize("wrong", [b"t" * 32, b""])
 @pytest.mark.parametrize("stranger", ["target", "draft"])
 def test_who_does_not_know_the_secret_is_refused_by_both(ends, monkeypatch, wrong, stranger):
-    right = b"s" * 32
-    target, draft = ends(*((wrong, right) if stranger == "target" else (right, wrong)))
+    secrets = (wrong, b"s" * 32) if stranger == "target" else (b"s" * 32, wrong)
+    target, draft = ends(*secrets)
     for error in both(lambda: prove(target), lambda: prove(draft)):
         assert isinstance(error, ProtocolError) and "does not know the secret" in str(error)
     monkeypatch.setattr(hmac, "compare_digest", lambda a, b: True)  # the mutant
-    target, draft = ends(*((wrong, right) if stranger == "target" else (right, wrong)))
+    target, draft = ends(*secrets)
     assert both(lambda: prove(target), lambda: prove(draft)) == [None, None]
     target.send(Message(Kind.START, payload=list(range(500))))  # as two do that share a secret
     assert len(draft.receive(10).payload) == 500
