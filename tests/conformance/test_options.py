@@ -13,17 +13,20 @@ from transformers import (
     LogitsProcessorList,
     StoppingCriteriaList,
     TextIteratorStreamer,
-    TextStreamer,
 )
 
 import hf_ssd
+from hf_ssd.distributed.sessions import WorkerSession
+from hf_ssd.distributed.several_drafts import SeveralDrafts
 from hf_ssd.noise import Noise
+from hf_ssd.rounds import CUSTOM, PREPARED
 
 from ..helpers.comparing import GREEDY, as_plain, generate, settings
 from ..helpers.last_token import LastToken
 from ..helpers.suites import quick_first
 from ..helpers.tiny import VOCAB, padded_batch, tiny_model
 from ..matrix import RETURNED
+from .test_families import Knows
 
 SAMPLED = {"do_sample": True, "top_k": 5}
 
@@ -35,30 +38,6 @@ def test_the_streamer_of_transformers_that_another_thread_reads(target, assistan
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=20)
     output = generate(target, assistant, padded_batch(1), streamer=streamer)
     assert "".join(streamer) == tokenizer.decode(output.sequences[0, 9:])
-
-
-class InPlace(TextStreamer):
-    """A streamer that works on what it is given."""
-
-    def __init__(self):
-        self.seen = []
-
-    def put(self, value):
-        self.seen.append(value.flatten().tolist())
-        if value.dim() == 1:
-            value.fill_(3)
-
-    def end(self):
-        pass
-
-
-def test_a_streamer_may_change_what_it_is_given(target, draft):
-    seen = []
-    for with_draft in ({}, settings(draft)):
-        streamer = InPlace()
-        output = target.generate(**padded_batch(1), **GREEDY, streamer=streamer, **with_draft)
-        seen.append((output.sequences.tolist(), streamer.seen))
-    assert seen[0] == seen[1]
 
 
 def test_output_type(target, assistant):
@@ -135,6 +114,34 @@ def test_a_fallback_of_ones_own_is_asked_for_rows_that_missed_alone(target, assi
     stats = generate(target, assistant, padded_batch(4), {"fallback": proposer}, max_new_tokens=40).ssd_stats
     misses = sum(not record.hits[row] for record in stats.records for row in record.live)
     assert 0 < proposer.asked <= misses + 4  # the last outcome of a row may be a miss that is not verified any more
+
+
+def check_told(target, assistant):
+    """
+    A draft that is the target, beside a fallback that is often right: whatever of the fallback's tokens was accepted,
+    outcomes behind them are prepared, and all that the draft proposes afterwards is right.
+    """
+    inputs, tokens = padded_batch(3), 100
+    plain = target.generate(**inputs, **{**GREEDY, "max_new_tokens": tokens})
+    fallback = Knows(plain.sequences, inputs["attention_mask"])
+    of_config = {"budget": 24, "fan_out": [0, 8, 8, 8, 0], "fallback": fallback}  # its own last outcome is a miss
+    records = as_plain(target, assistant, inputs, of_config, max_new_tokens=tokens)[0].ssd_stats.records
+    behind = [
+        two.accepted[row]
+        for one, two in zip(records, records[1:-2])  # the last ones are cut where the text ends
+        for row in two.live
+        if one.sources[row] == CUSTOM and one.accepted[row] and two.sources[row] == PREPARED
+    ]
+    assert len(behind) > 2 and {*behind} == {4}
+
+
+@pytest.mark.parametrize("workers, session", [(1, WorkerSession), (2, SeveralDrafts)])
+def test_the_draft_reads_what_a_fallback_proposed(target, workers, session, monkeypatch):
+    with hf_ssd.launch_draft(tiny_model(), devices=["cpu"] * workers, num_threads=1) as assistant:
+        check_told(target, assistant)
+        monkeypatch.setattr(session, "send_proposals", lambda *_: None)  # the mutant
+        with pytest.raises(AssertionError):
+            check_told(target, assistant)
 
 
 # ---------------------------------------------------------------- random numbers
