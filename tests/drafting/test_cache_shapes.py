@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 
 from hf_ssd import SSDConfig
 from hf_ssd.distributed.sessions import SessionRequest
-from hf_ssd.drafting.cache_shapes import SHAPES, allocate, chances_of_counts, shape_for
+from hf_ssd.drafting.cache_shapes import CANDIDATES, SHAPES, allocate, chances_of_counts, outcome_chances, shape_for
 from hf_ssd.drafting.drafts import Drafts
 from hf_ssd.drafting.outcome_candidates import UNUSED, OutcomeCandidates
 
@@ -55,6 +55,46 @@ def test_shapes_by_hand():
     assert fan_out[-1] > fan_out[-2]  # after the last token the bonus comes from p itself: often, so it pays
     assert shape_for(SSDConfig(fan_out=[3, 0, 0, 5])).fan_outs(view, 8) == [[3, 0, 0, 5]] * 3
     assert shape_for(SSDConfig(fan_out=[3, 0, 5])).fan_outs(view, 8) == [[2, 2, 2, 2]] * 3  # another lookahead
+
+
+def mean_round(shape, acceptance, after_rejection, at_the_end):
+    """A round in which the draft's probabilities are the mean ones, and the chances that the shape takes from them."""
+    lookahead = len(acceptance)
+    probabilities = np.array([after_rejection] * lookahead + [at_the_end])[None]
+    tokens = np.arange(CANDIDATES) + np.zeros((1, lookahead + 1, 1), dtype=np.int64)
+    limits = [CANDIDATES] * (lookahead + 1)
+    view = OutcomeCandidates(tokens, probabilities, acceptance[None], np.zeros((1, lookahead)), [False], limits)
+    if hasattr(shape, "accepted"):  # it calibrates the draft's probabilities
+        ranks = np.log(np.arange(1, CANDIDATES + 1))
+        acceptance = shape.accepted(view.drafted_log_odds, view.luck)[0]
+        after_rejection = shape.right_after_rejection(view.log_odds[0, 0], ranks)
+        at_the_end = shape.right_at_the_end(view.log_odds[0, -1], ranks)
+    return view, (acceptance, after_rejection, at_the_end)
+
+
+def covered_and_prepared(name, lookahead, seed, budgets, prepares=None):
+    """The mass that a shape says it covers, and that of what it (or another shape) prepares."""
+    generator = np.random.default_rng(seed)
+    acceptance = generator.uniform(0.1, 0.95, lookahead)
+    guesses = -np.sort(-generator.dirichlet(np.full(2 * CANDIDATES, 0.2), 2))[:, :CANDIDATES]
+    shape = shape_for(SSDConfig(fan_out=name if isinstance(name, str) else name[: lookahead + 1]))
+    view, chances = mean_round(shape, acceptance, *guesses)
+    mass, prepared = outcome_chances(*chances), []
+    for budget in budgets:
+        (fan_out,) = (shape if prepares is None else shape_for(SSDConfig(fan_out=prepares))).fan_outs(view, budget)
+        prepared.append(sum(mass[k, :count].sum() for k, count in enumerate(fan_out)))
+    return shape.covered(*chances, budgets), prepared
+
+
+@pytest.mark.parametrize("name", [*SHAPES, [3, 0, 2, 1, 1, 5]], ids=str)
+@pytest.mark.parametrize("lookahead", [1, 5])
+def test_the_mass_that_a_shape_covers_is_that_of_what_it_prepares(name, lookahead):
+    for seed in range(5):
+        covered, prepared = covered_and_prepared(name, lookahead, seed, [1, 2, 7, 24, 48])
+        assert covered == pytest.approx(prepared, abs=1e-9)
+    # The mutant: another shape prepares. Shapes may agree where there are only two accepted counts.
+    others = (covered_and_prepared(name, lookahead, 0, [1, 2, 7, 24, 48], other) for other in ("uniform", "confidence"))
+    assert any(covered != pytest.approx(prepared, abs=1e-3) for covered, prepared in others)
 
 
 @given(st.lists(st.floats(0, 1), max_size=8))
