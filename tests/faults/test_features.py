@@ -9,9 +9,10 @@ from hf_ssd.distributed.assistant import DraftAssistant
 from hf_ssd.distributed.sessions import WorkerSession
 from hf_ssd.distributed.transport import Channel
 
+from ..helpers.calls import call
 from ..helpers.heads import tiny_head
 from ..helpers.thread_worker import ThreadWorker
-from ..helpers.tiny import padded_batch, ready
+from ..helpers.tiny import ready
 
 pytestmark = pytest.mark.slow
 
@@ -29,10 +30,8 @@ def assistant(head):
 
 def generate(target, assistant):
     """Returns why the draft was given up, and the modes of the rounds."""
-    options = {**padded_batch(3), "max_new_tokens": 16, "return_dict_in_generate": True}
-    output = target.generate(**options, assistant_model=assistant, ssd_config=hf_ssd.SSDConfig(lookahead=3, budget=12))
-    assert torch.equal(output.sequences, target.generate(**options).sequences)
-    return output.ssd_stats.draft_failure, {*output.ssd_stats.column("mode")}
+    stats = call(target, assistant, rows=3, max_new_tokens=16, settings={"budget": 12}).ssd_stats
+    return stats.draft_failure, {*stats.column("mode")}
 
 
 @pytest.fixture
