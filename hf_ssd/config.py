@@ -140,7 +140,10 @@ class SSDConfig:
         can_propose = any(callable(getattr(self.fallback, name, None)) for name in ("propose", "get_candidates"))
         rules = {
             "fan_out": (isinstance(self.fan_out, list) or self.fan_out in FAN_OUTS, _FAN_OUT),
-            "lookahead": (_is_count(self.lookahead, 0, longest), f'"auto" or an integer between 0 and {longest}'),
+            "lookahead": (
+                self.lookahead in LOOKAHEADS or _is_integer(self.lookahead, 0, longest),
+                f'"auto" or an integer between 0 and {longest}',
+            ),
             "budget": (_is_count(self.budget, 1), '"auto" or an integer of at least 1'),
             "tree_nodes": (_is_count(self.tree_nodes, 1, most), f'"auto" or an integer between 1 and {most}'),
             "saguaro_c": (0 <= c <= 1, "a number between 0 and 1"),
@@ -230,6 +233,7 @@ class SSDConfig:
 
 
 FAN_OUTS = ("confidence", "geometric", "uniform")
+LOOKAHEADS = ("auto",)
 VERIFICATIONS = REJECTION, COUPLED = ("rejection", "coupled")
 FALLBACKS = ("auto", "primary", "mtp", "ngram", "random")
 DRAFTERS = ("auto", "autoregressive", "parallel", "eagle3", "dflash", "mtp", "ngram")
