@@ -71,8 +71,7 @@ class CostModel:
 
     def hit_rate(self, lookahead: int, budgets: list[int]) -> list[float]:
         """Returns the expected hit rate of a row for each budget of each worker."""
-        prepared = [budget * self.kind.workers for budget in budgets]
-        return self.experience.hit_rates(self.acceptance(lookahead), prepared)
+        return self.experience.hit_rates(self.acceptance(lookahead), [n * self.kind.workers for n in budgets])
 
     def largest_budget(self, lookahead: int) -> int:
         """Returns how many outcomes of each row fit the memory, at least 1."""
@@ -87,13 +86,9 @@ class CostModel:
         return (0, LONGEST_EARLY) if is_free and may_pay else (0,)
 
     def _gain(self, rates: EarlyRates, early: int, lookahead: int = 0) -> tuple[float, float]:
-        """
-        Returns the share of rows that verify up to `early` early tokens, the others verifying `lookahead` drafted
-        tokens, and the tokens of a round that the slowest row gains: a call lasts as long as it does.
-        """
+        """Returns the share of rows with `early` tokens, not drafted ones, and the gain of the slowest row of all."""
         share, drafted = rates.share.value if early else 0.0, self.tokens(lookahead)
-        acceptance = rates.acceptance.rates(early, self.kind.config.acceptance_rate)
-        own = theory.expected_tokens_by_lookahead(acceptance)
+        own = theory.expected_tokens_by_lookahead(rates.acceptance.rates(early, self.kind.config.acceptance_rate))
         longest = range(max(early, lookahead) + 1)
         of_all = [share * own[min(k, early)] + (1 - share) * drafted[min(k, lookahead)] for k in longest]
         return share, theory.expected_tokens_of_slowest_row(of_all, self.live, ROUNDS)
@@ -113,8 +108,7 @@ class CostModel:
     def seconds_to_draft(self, mode: str, lookahead: int) -> float:
         """Returns the seconds to draft `lookahead` tokens just in time; almost none if unknown."""
         steps, tokens = (1, lookahead + 1) if self.kind.is_parallel else (lookahead, 1)
-        known = self._draft_line(self.durations.step[mode])
-        return steps * max(1e-6, known(self.live * tokens)) if lookahead else 0.0
+        return steps * max(1e-6, self._draft_line(self.durations.step[mode])(self.live * tokens)) if lookahead else 0.0
 
     def _draft_line(self, line: Line) -> Line:
         """Returns the line, or until it has a measurement that of a draft in turn, which may have more cores."""
