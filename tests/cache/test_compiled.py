@@ -8,7 +8,7 @@ from transformers import GenerationConfig
 from transformers.utils import logging
 
 import hf_ssd
-from hf_ssd.cache import compiled, ragged
+from hf_ssd.cache import compiled, ragged_layers
 from hf_ssd.cache.branches import Branches
 from hf_ssd.cache.passes import WINDOW_STEP, cached_model
 from hf_ssd.cache.ragged import RaggedCache
@@ -87,7 +87,7 @@ def place_by_numbers(self, columns, width):
 @torch.inference_mode()
 def test_logits_are_the_same_and_nothing_is_compiled_again(family, compilations, monkeypatch):
     for name in ("ROOM", "ROOM_SHARE"):  # the cache must grow with each new column
-        monkeypatch.setattr(ragged, name, 0)
+        monkeypatch.setattr(ragged_layers, name, 0)
     both(grows, family, **({} if family == "gemma" else ONE_LAYER))
     # A mask for layers that slide is another one only where a text is longer than they see.
     assert len(compilations) <= (1 if family == "llama" else 2)
