@@ -92,7 +92,7 @@ def check_random(target, draft, config, options, seed, rows, chance):
     return one.ssd_stats
 
 
-@pytest.mark.parametrize("examples", [25, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [25, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
 def test_no_setting_and_no_plan_changes_a_text(examples):
     """Of models with one layer, for the time that it takes."""
     pair, gained = (hf_ssd.enable(tiny_model(num_hidden_layers=1)), tiny_draft(num_hidden_layers=1)), []
