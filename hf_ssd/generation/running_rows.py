@@ -1,6 +1,7 @@
 """The rows of a running batch: requests with settings of their own, which join between two rounds, and leave."""
 
 import contextlib
+import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterator
 
@@ -144,7 +145,7 @@ class RunningRows:
     def planner(self, rows: int):
         """Returns a planner for rounds of so many rows."""
         self.planned_rows = rows
-        return self.pair.planner(self.pair.kind(rows, max(self.lengths)))
+        return self.pair.planner(dataclasses.replace(self.pair.kind(rows, max(self.lengths)), ends_together=False))
 
     def admit(self, draft: FaultTolerantDraft) -> None:
         """Gives waiting requests the places of rows that have ended, and the draft the next tokens of their prompts."""

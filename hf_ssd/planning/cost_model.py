@@ -86,12 +86,12 @@ class CostModel:
         return (0, LONGEST_EARLY) if is_free and may_pay else (0,)
 
     def _gain(self, rates: EarlyRates, early: int, lookahead: int = 0) -> tuple[float, float]:
-        """Returns the share of rows with `early` tokens, not drafted ones, and the gain of the slowest row of all."""
+        """Returns the share of rows with `early` tokens, not drafted ones, and the tokens of the row that counts."""
         share, drafted = rates.share.value if early else 0.0, self.tokens(lookahead)
         own = theory.expected_tokens_by_lookahead(rates.acceptance.rates(early, self.kind.config.acceptance_rate))
         longest = range(max(early, lookahead) + 1)
         of_all = [share * own[min(k, early)] + (1 - share) * drafted[min(k, lookahead)] for k in longest]
-        return share, theory.expected_tokens_of_slowest_row(of_all, self.live, ROUNDS)
+        return share, theory.expected_tokens_of_slowest_row(of_all, self.live if self.kind.ends_together else 1, ROUNDS)
 
     def seconds_to_verify(self, mode: str, lookahead: int) -> float:
         nodes = max(lookahead, nodes_of(self.kind.config)) if lookahead else 0
@@ -161,9 +161,8 @@ class CostModel:
 
     def ahead(self, lookahead: int, budgets, counts=(0,)) -> dict[tuple, float]:
         """Returns tokens per second of drafting ahead by mode, lookahead, budget and most early tokens."""
-        verify = self.seconds_to_verify(AHEAD, lookahead)
-        missed, unit = self.best_after_miss(lookahead), self.seconds_to_verify(AHEAD, 0)  # of time in Corollary 16
-        rounds, speeds = {}, {}
+        verify, missed = self.seconds_to_verify(AHEAD, lookahead), self.best_after_miss(lookahead)
+        unit, rounds, speeds = self.seconds_to_verify(AHEAD, 0), {}, {}  # the unit of time in Corollary 16
         for count in counts:
             (share, _), gains = zip(*(self._gain(self.rates.beside, count, k) for k in (lookahead, missed)))
             hit, miss = (self._seconds_to_verify_some(AHEAD, k, count, share) for k in (lookahead, missed))

@@ -28,6 +28,7 @@ class CallKind:
     workers: int = 1  # drafts, each of which prepares a whole budget
     is_parallel: bool = False  # whether a forward pass of the draft gives all tokens of its branches
     has_half: bool = False  # whether the draft has half of the CPU cores while both compute, not its usual share
+    ends_together: bool = True  # whether the call ends with its slowest row; the rows of a running batch end alone
 
 
 class Durations:

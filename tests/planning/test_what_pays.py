@@ -12,6 +12,7 @@ from hf_ssd.generation.proposers.proposers import Proposers
 from hf_ssd.planning import cost_model, experience, planner, prober
 from hf_ssd.planning.cost_model import CostModel
 from hf_ssd.planning.experience import Durations, Rates
+from hf_ssd.planning.planner import Planner
 from hf_ssd.planning.prober import PROBE_SHARE, Prober
 from hf_ssd.rounds import AHEAD, IN_TURN, PLAIN
 
@@ -156,6 +157,9 @@ def test_a_batch_is_not_drafted_for_where_its_slowest_row_would_end_later(monkey
     plain, drafted = (seconds_of_the_slowest_row(world, plan) for plan in plans)
     assert drafted > 1.01 * plain
     assert mode_of_a_long_call(SimulatedDraft(world)) == PLAIN
+    alone = Planner(dataclasses.replace(world.kind(None), ends_together=False))  # as in a running batch
+    modes = modes_of_a_call(SimulatedDraft(world), 800, alone)
+    assert statistics.mode(modes[400:]) != PLAIN
     monkeypatch.setattr(cost_model, "ROUNDS", math.inf)  # the mutant
     assert mode_of_a_long_call(SimulatedDraft(world)) != PLAIN
 
