@@ -19,6 +19,7 @@ from hf_ssd import devices
 from hf_ssd.cache.ragged import RaggedLayer
 from hf_ssd.config import SSDConfig
 from hf_ssd.generation import running_rows
+from hf_ssd.planning.planner import last_planner
 from hf_ssd.rounds import AHEAD, IN_TURN, PLAIN
 
 from ..helpers import vocabularies
@@ -235,6 +236,7 @@ def test_mutants_are_noticed(mutant, expected, target, draft, monkeypatch):
 def test_a_planned_batch_has_the_same_tokens(target, draft, assistant):
     is_equal, records = equal_to_alone(target, assistant, {}, plainly(target), greedy(tokens=(60, 50, 40, 40, 40)))
     assert is_equal and sum(sum(record.accepted) for of_one in records for record in of_one) > 0
+    assert not last_planner(target, assistant).costs.kind.ends_together
 
 
 @settings(max_examples=8)
