@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
+AFTER_REJECTION = 0.83  # weight of the noise there, because max(p - q, 0) is sharper than q (docs/ablations.md)
 UNUSED = -2  # an accepted count for unused places in the speculation cache, which no outcome matches
 
 
@@ -48,7 +49,12 @@ class OutcomeCandidates:
         scores, but drafted tokens with another score if their `luck` is given.
         """
         lookahead, possible = drafted.shape[1], possible or scores.shape[2]
-        noisy = scores if noise is None else scores - noise.log()
+        noisy = scores
+        if noise is not None:
+            log_noise = noise.log()
+            if luck is not None:
+                log_noise[:, :lookahead] *= AFTER_REJECTION
+            noisy = scores - log_noise
         ranking = torch.where(scores.isneginf(), logits - 1e6, noisy)
         ranking[:, :lookahead].scatter_(2, drafted[:, :, None], -math.inf)
         tokens = ranking.topk(min(guesses, possible), dim=2).indices

@@ -171,6 +171,15 @@ def test_guesses_are_the_likeliest_tokens_and_never_the_drafted_one():
     assert view.drafted_probabilities[0, 0] == pytest.approx(float(scores[0, 0].softmax(-1)[1]))
 
 
+@pytest.mark.parametrize("coupled", [False, True])
+def test_noise_counts_for_less_after_a_rejection(coupled):
+    """As much less as leaves token 2, which by q / e is a little likelier than token 3, behind it."""
+    scores, noise = torch.tensor([[[0.0, 9.0, 2.0, 3.0]] * 2]), torch.tensor([[[0.0, 0.0, -1.1, 0.0]] * 2]).exp()
+    luck = None if coupled else np.zeros((1, 1))
+    view = OutcomeCandidates.of(scores, scores, torch.tensor([[1]]), [False], 4, noise=noise, luck=luck)
+    assert view.guesses[0].tolist() == [[2, 3, 0, 1] if coupled else [3, 2, 0, 1], [1, 2, 3, 0]]
+
+
 def test_guesses_that_the_warpers_ruled_out_rank_by_their_logits():
     logits = torch.tensor([[[0.1, 0.9, 0.5, 0.3]]])
     scores = torch.where(logits > 0.8, logits, -torch.inf)
