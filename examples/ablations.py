@@ -18,8 +18,10 @@ from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
+import prompt_kinds
 import torch
 import transformers
+from own_texts import as_messages
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from transformers.utils import logging
@@ -163,9 +165,9 @@ class Recorder(hf_ssd.DraftAssistant, CacheShape):
 def record(pair, config: hf_ssd.SSDConfig, temperature: float, args) -> tuple[list, list]:
     """Returns the rounds of each call, `(candidates, accepted, bonus)` each, and its [`~hf_ssd.SSDStats`]."""
     calls, stats = [], []
-    for start in range(0, args.prompts, ROWS):
+    for start in range(0, len(args.texts), ROWS):
         recorder = Recorder(pair[1])
-        prompts = PROMPTS[: args.prompts][start : start + ROWS]
+        prompts = args.texts[start : start + ROWS]
         stats.append(generate(pair, recorder, config, temperature, prompts, start, args))
         calls.append(recorder.rounds)
     return calls, stats
@@ -332,7 +334,7 @@ def fallback(pair, args) -> list[dict]:
             # 1. All fallbacks in turn, again and again, so that what else the machine does falls on all of them alike.
             runs = {kind: [] for kind in kinds}
             for turn in range(1 + max(12, 32 // batch_size)):
-                prompts = [PROMPTS[(turn * batch_size + row) % args.prompts] for row in range(batch_size)]
+                prompts = [args.texts[(turn * batch_size + row) % args.prompts] for row in range(batch_size)]
                 for kind in kinds:
                     config = hf_ssd.SSDConfig(lookahead=3, budget=12, fallback=kind)
                     stats = generate(pair, assistant, config, 0.7, prompts, turn, args)
@@ -360,7 +362,7 @@ def trees(pair, args) -> list[dict]:
         for temperature in tqdm((0.0, 0.7), desc="trees", unit="temperature"):
             for asynchronous, draft in ((True, assistant), (False, pair[1])):
                 runs = {form: [] for form in forms}
-                for number, prompt in enumerate([PROMPTS[0], *PROMPTS[: args.prompts]]):
+                for number, prompt in enumerate([args.texts[0], *args.texts]):
                     for form in forms:  # in turn, so that what else the machine does falls on all of them alike
                         settings = {"lookahead": form[0], "tree_nodes": form[1], "asynchronous": asynchronous}
                         config = hf_ssd.SSDConfig(budget=12, verification="coupled", **settings)
@@ -489,12 +491,17 @@ def main() -> None:
     parser.add_argument("--temperatures", **temperatures, help="of `noise`, 1.0 among them")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="for each prompt")
     parser.add_argument("--prompts", type=int, default=len(PROMPTS), choices=range(2, len(PROMPTS) + 1), metavar="N")
+    kinds = {"choices": prompt_kinds.all_prompts(), "help": "of prompts, for the target's chat template"}
+    parser.add_argument("--kind", **kinds)
     args = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.set_num_threads(1)
     args.output.mkdir(parents=True, exist_ok=True)
     pair = load_pair(args.pair, args.draft)
+    args.texts = PROMPTS[: args.prompts]
+    if args.kind:
+        args.texts = as_messages(prompt_kinds.held_out(args.prompts)[args.kind], pair[2])
     for name in args.only:
         measure, draw = ablations[name]
         print(f"\n{measure.__doc__}")

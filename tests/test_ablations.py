@@ -78,12 +78,12 @@ def test_shapes_of_other_systems_by_hand():
 
 
 def test_a_replay_is_what_a_worker_does(pair):
-    args = Namespace(max_new_tokens=28, prompts=4)
+    args = Namespace(max_new_tokens=28, texts=ablations.PROMPTS[:4])
     config = hf_ssd.SSDConfig(lookahead=4, budget=12, fan_out="confidence", fallback="primary")
     (rounds,), _ = ablations.record(pair, config, 0.7, args)
     replayed = ablations.replay([rounds], shape_for(config), 12)
     with hf_ssd.launch_draft(pair[1], num_threads=1) as worker:
-        stats = ablations.generate(pair, worker, config, 0.7, ablations.PROMPTS[:4], 0, args)
+        stats = ablations.generate(pair, worker, config, 0.7, args.texts, 0, args)
     assert 0.2 < sum(map(sum, replayed)) / sum(map(len, replayed)) < 0.95
     for row, hits in enumerate(replayed):
         of_worker = [hit[row] for hit in stats.column("hits")]
@@ -95,7 +95,7 @@ def test_a_replay_is_what_a_worker_does(pair):
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 def test_confidence_beats_geometric(pair, temperature):
     """By more than two standard errors of the difference within a row, at an equal budget, on the same rounds."""
-    args = Namespace(max_new_tokens=160, prompts=len(ablations.PROMPTS))
+    args = Namespace(max_new_tokens=160, texts=ablations.PROMPTS)
     recorded = hf_ssd.SSDConfig(lookahead=4, budget=12, fallback="primary")
     calls, _ = ablations.record(pair, recorded, temperature, args)
     confidence, geometric = (
