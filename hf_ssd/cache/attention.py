@@ -3,8 +3,10 @@
 import contextlib
 import threading
 import weakref
+from collections.abc import Callable, Mapping
 
 import torch
+from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -61,14 +63,16 @@ AttentionInterface.register(GROUPED, grouped_attention)
 AttentionMaskInterface.register(GROUPED, sdpa_mask)
 
 
-def use_grouped_heads(model: PreTrainedModel, configs: list[PreTrainedConfig]) -> None:
+def use_grouped_heads(
+    model: PreTrainedModel, configs: list[PreTrainedConfig], forwards: Mapping[nn.Module, Callable]
+) -> None:
     """Lets a view of a model, whose configs these are, use [`grouped_attention`] in the layers that use `sdpa`."""
     # Sparse attention applies its indexer's choice only under the name `sdpa`; three tokens do not show that.
     if model.config.get_text_config(decoder=True)._attn_implementation != "sdpa" or attention_layout(model).indexed:
         return
     # Hooks may be made for the rows of a call, so a model that has hooks is tried when they are gone.
     if model not in _obeys and not attached_to(model).may_depend_on_rows:
-        _obeys[model] = _is_obeyed_by(model)
+        _obeys[model] = _is_obeyed_by(model, forwards)
     if _obeys.get(model):
         _name(configs)
 
@@ -80,7 +84,7 @@ def _name(configs: list[PreTrainedConfig]) -> None:
 
 
 @torch.inference_mode()
-def _is_obeyed_by(model: PreTrainedModel) -> bool:
+def _is_obeyed_by(model: PreTrainedModel, forwards: Mapping[nn.Module, Callable]) -> bool:
     """Compares the logits of three tokens: a model may compute something else for a name that it does not know."""
     device, vocab_size = devices.of_model(model), model.config.get_text_config(decoder=True).vocab_size
     sees = from_host([[[True, False, False], [True, True, False], [True, False, True]]], device)
@@ -90,7 +94,7 @@ def _is_obeyed_by(model: PreTrainedModel) -> bool:
         "attention_mask": masks.additive(sees, model.dtype),
         "use_cache": False,
     }
-    (theirs, _), (ours, configs) = view_of(model), view_of(model)
+    (theirs, _), (ours, configs) = (view_of(model, forwards=forwards) for _ in range(2))
     _name(configs)
     _of_thread.has_folded = False
     with uncompiled(model):

@@ -273,6 +273,7 @@ def view_for_passes(
     model: PreTrainedModel, hooked: Collection[nn.Module] = (), pack_weights: bool | str = False
 ) -> PreTrainedModel:
     """Returns the view of a model that computes the passes of a call, with hooks in its `hooked` modules."""
-    view, configs = view_of(model, hooked, packed_forwards(model, pack_weights))
-    use_grouped_heads(model, configs)
+    forwards = packed_forwards(model, pack_weights)
+    view, configs = view_of(model, hooked, forwards)
+    use_grouped_heads(model, configs, forwards)
     return view
