@@ -85,7 +85,7 @@ def where_misses_decide(measure, small, monkeypatch, fan_outs):
     """After a miss a row has no drafted token, unless its text repeats itself."""
     monkeypatch.setattr(Confidence, "fan_outs", fan_outs)
     with preparing() as hits:
-        found = measure(*small, calls=64, seed=6, budget=4, lookahead=2, fallback="ngram", at_least=1.0)
+        found = measure(*small, calls=80, seed=6, budget=4, lookahead=2, fallback="ngram", at_least=1.0)
     assert 0.1 < sum(hits) / len(hits) < 0.9
     return found
 
