@@ -117,9 +117,10 @@ def check_arguments(model, assistant_model, ssd_config, synced_gpus) -> Resolved
 
 def check_assisted_options(model, generation_config: GenerationConfig | None, kwargs: dict) -> None:
     """Raises `ValueError` if a call sets an option of transformers' own assisted generation."""
+    defaults = GenerationConfig._get_default_generation_params()  # which a pipeline may write into its own options
     for name in ASSISTED_OPTIONS:
         of_config, of_model = (getattr(config, name, None) for config in (generation_config, model.generation_config))
-        if kwargs.get(name) is not None or of_config not in (None, of_model):
+        if kwargs.get(name) is not None or of_config not in (None, of_model, defaults.get(name)):
             raise ValueError(
                 f"`{name}` is a setting of transformers' assisted generation; leave it out with `ssd_config`, where "
                 "SSDConfig(lookahead=...) says how many tokens are drafted."

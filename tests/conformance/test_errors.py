@@ -208,10 +208,11 @@ def test_ranks_that_share_weights_are_detected_as_in_transformers(
         refused(words, target, draft, synced_gpus=synced_gpus)
 
 
-def test_options_of_the_model_itself_are_not_of_this_call(draft):
+def test_options_of_the_model_itself_and_defaults_that_a_pipeline_writes_are_not_of_this_call(draft):
     target = hf_ssd.enable(tiny_model())
     target.generation_config.num_assistant_tokens = 4
-    for generation_config in (None, copy.deepcopy(target.generation_config)):
+    defaults = GenerationConfig(**GenerationConfig._get_default_generation_params())
+    for generation_config in (None, copy.deepcopy(target.generation_config), defaults):
         started(target, draft, generation_config=generation_config)
 
 
