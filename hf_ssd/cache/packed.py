@@ -80,6 +80,13 @@ def own(model: PreTrainedModel) -> None:
     _owned.add(model)
 
 
+def forget(model: PreTrainedModel) -> None:
+    """Frees the packed weights of a model that has its own as well."""
+    if model not in _owned:
+        for module in model.modules():
+            _packed.pop(module, None)
+
+
 @torch.no_grad()
 def _keep_packed_alone(
     model: PreTrainedModel,

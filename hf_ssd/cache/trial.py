@@ -6,6 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .. import devices
+from . import packed
 from .attached import Attached, active_adapters, attached_to, describe
 from .cached_model import view_for_passes
 from .compiled import uncompiled
@@ -62,9 +63,13 @@ def check_supported(
             'with attn_implementation="sdpa" or call model.set_attn_implementation("sdpa").'
         )
     if not reads_2d_masks or drafted > DRAFTED:
-        with uncompiled(model):
-            view = view_for_passes(model, pack_weights=pack_weights)  # which takes half the time if they are packed
-            _try(model, view, drafts, attached, drafted, rows)
+        try:
+            with uncompiled(model):
+                view = view_for_passes(model, pack_weights=pack_weights)  # which takes half the time if they are packed
+                _try(model, view, drafts, attached, drafted, rows)
+        except ValueError:
+            packed.forget(model)
+            raise
     _tried[model] = [*_tried.get(model, ()), state][-KEPT:]
 
 

@@ -20,6 +20,7 @@ from hf_ssd.cache.attached import attached_to
 from hf_ssd.cache.cached_model import CachedModel
 from hf_ssd.cache.packed import packed_forwards
 from hf_ssd.cache.ragged import RaggedCache
+from hf_ssd.cache.trial import check_supported
 
 from ..helpers.heads import tiny_head
 from ..helpers.packing import DTYPES, PACKS, times
@@ -208,6 +209,18 @@ def test_unchanged_weights_are_packed_once_and_go_with_their_model():
     del model, first, second
     gc.collect()
     assert len(packed._packed) == count - LAYERS
+
+
+def shifted(layer, inputs, output):
+    return output + output.mean(dim=1, keepdim=True)
+
+
+def test_a_model_that_is_refused_keeps_no_packed_weights():
+    model = tiny_model()
+    model.model.layers[1].register_forward_hook(shifted)
+    with pytest.raises(ValueError, match="remove it, or generate without"):
+        check_supported(model, pack_weights=True)
+    assert not any(module in packed._packed for module in model.modules())
 
 
 def test_the_layer_in_an_adapter_and_a_head_that_shares_the_embedding_are_packed(products):
