@@ -77,6 +77,7 @@ def test_shapes_of_other_systems_by_hand():
         assert fan_out == [sum(k == place for _, k in paths[:9]) for place in range(4)]
 
 
+@pytest.mark.slow
 def test_a_replay_is_what_a_worker_does(pair):
     args = Namespace(max_new_tokens=28, texts=ablations.PROMPTS[:4])
     config = hf_ssd.SSDConfig(lookahead=4, budget=12, fan_out="confidence", fallback="primary")

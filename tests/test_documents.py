@@ -63,7 +63,7 @@ def what_readers_have(tmp_path):
     return {**names, **pair(), "inputs": inputs}
 
 
-SLOW = ("settings.md",)  # its models are compiled
+SLOW = ("settings.md", "generate.md", "quickstart.md")  # models of the first are compiled
 PARAMETERS = [pytest.param(one, marks=[pytest.mark.slow] * (one.name in SLOW)) for one in WRITTEN]
 
 
@@ -204,6 +204,7 @@ def references(site: Path) -> list[tuple[str, Path]]:
     return found
 
 
+@pytest.mark.slow
 def test_the_site_is_built_and_whole(tmp_path):
     pytest.importorskip("mkdocs", reason="needs the extra docs")
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "DISABLE_MKDOCS_2_WARNING": "true"}

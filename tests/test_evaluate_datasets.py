@@ -219,6 +219,7 @@ def test_gsm8k_exact_match(prediction, solution, same):
     assert module.compute(predictions=predictions, references=references) == {"exact_match": same / 2}
 
 
+@pytest.mark.slow
 def test_pass_at_1():
     module = evaluate.load(str(ROOT / "examples/metrics/pass_at_1"), keep_in_memory=True)
     reference = {

@@ -27,6 +27,7 @@ def test_quickstart_says_in_a_sentence_what_was_measured():
     assert not quickstart.are_unsteady([1.0, 1.3], True) and quickstart.are_unsteady([1.0, 1.4], False)
 
 
+@pytest.mark.slow
 def test_quickstart():
     words = ["--max-new-tokens", "40", "--repeats", "50", "--seconds", "0.1", "--lookahead=3", "--budget=12"]
     output = run("examples/quickstart.py", *words)
@@ -65,6 +66,7 @@ def test_quickstart_with_folders_and_sampling(tmp_path):
     assert all(row[-1] == "sampled" for row in table(output).values())
 
 
+@pytest.mark.slow
 def test_importing_has_no_side_effects(fresh_python):
     program = """
 import threading, transformers

@@ -133,6 +133,7 @@ def unlikely_tokens_drawn():
     return sum(int(draw(probabilities, numbers.exponential(start))) != 0 for start in starts)
 
 
+@pytest.mark.slow
 def test_unlikely_tokens_are_not_drawn_more_often_than_q_says(monkeypatch):
     """The mutant has numbers of float32, which are 1 once in 2^25: their noise is 0, and then any token wins."""
     assert unlikely_tokens_drawn() == 0

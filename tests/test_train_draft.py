@@ -284,6 +284,7 @@ def test_an_estimate_names_both_rates_what_the_minutes_give_and_minutes_that_suf
     ]
 
 
+@pytest.mark.slow
 def test_without_minutes_the_program_measures_and_leaves_nothing(tmp_path, monkeypatch, capsys):
     words = f"{PAIR / 'target'} --output {tmp_path / 'draft'} --checkpoints {tmp_path / 'now'} --minutes 0"
     monkeypatch.setattr(sys, "argv", ["train_draft.py", *words.split(), "--repository-prompts", *QUICK])

@@ -157,6 +157,7 @@ def test_calls_use_nothing_that_is_deprecated(name, draft, no_deprecations):
     assert {*output.ssd_stats.column("mode")} == {AHEAD if pair.draft else IN_TURN}
 
 
+@pytest.mark.slow
 def test_the_older_name_of_a_cache_is_taken_where_transformers_takes_it(draft):
     """Then transformers warns of the argument, as in plain generation, and of nothing else."""
     target, _, more, plain = plain_calls(draft)

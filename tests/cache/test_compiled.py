@@ -99,6 +99,7 @@ def test_logits_are_the_same_and_nothing_is_compiled_again(family, compilations,
         assert len(compilations) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [(1, 8, 1, 3), pytest.param((2, 4, 1, 16), marks=pytest.mark.slow)])
 @torch.inference_mode()
 def test_one_token_several_and_rows_that_are_left_out_are_compiled_together(order, compilations):
@@ -124,6 +125,7 @@ def test_one_token_several_and_rows_that_are_left_out_are_compiled_together(orde
     assert len(compilations) == 2
 
 
+@pytest.mark.slow
 def test_a_round_that_compiles_is_told_and_teaches_the_planner_nothing(compilations, capsys, monkeypatch):
     target, draft = hf_ssd.enable(to_compile(tiny_model(**ONE_LAYER))), tiny_draft(**ONE_LAYER)
     seen, observe = [], CostModel.observe
@@ -154,6 +156,7 @@ def test_attention_that_takes_no_masks_runs_uncompiled_and_sees_no_more_than_is_
     assert not compilations
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_whatever_is_planned_a_draft_compiles_once_for_one_row_and_once_for_several(compilations):
     draft = to_compile(tiny_draft(**ONE_LAYER))

@@ -39,6 +39,7 @@ def in_turn(target, draft):
     return target.generate(**padded_batch(2), **GREEDY, **ssd)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "compiles, settings",
     [
@@ -64,6 +65,7 @@ def test_a_target_is_compiled_by_the_users_backend(compiles, settings):
     assert seen == [{name: value for name, value in settings.items() if name != "dynamic"}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings, patched",
     [
@@ -88,6 +90,7 @@ def test_mode_and_options_of_inductor_are_passed_on(settings, patched, monkeypat
     assert len(seen) == 1 and patched.items() <= seen[0].items() and bool(seen[0]) == bool(settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", ["target", slowly("draft")])
 def test_what_cannot_be_compiled_runs_uncompiled_and_says_so_once(side, monkeypatch):
     def broken(graph, inputs):

@@ -92,6 +92,7 @@ def test_a_hook_that_acts_on_every_token_speculates(target, draft):
     assert not torch.equal(output.sequences, plain)
 
 
+@pytest.mark.slow
 def test_a_hook_that_only_reads_speculates_and_is_tried_once(target, draft, monkeypatch):
     tried, try_it = [], trial._try
     monkeypatch.setattr(trial, "_try", lambda model, *others: tried.append(model) or try_it(model, *others))
@@ -127,6 +128,7 @@ def with_a_list_of_layers(model):
     inner.forward = lambda states: forward(states) + model.model.order[0].mlp(states)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [by_wraps, by_partial, with_a_list_of_layers])
 def test_a_model_that_was_changed_after_its_first_call_is_seen_as_it_is(change, target, draft):
     """And a head reads the states of its layers."""
@@ -200,6 +202,7 @@ def test_a_hook_on_the_last_token_of_one_row_is_refused(target, draft):
         assert "steer_a_row" in refusal(target.generate, draft)
 
 
+@pytest.mark.slow
 def test_a_hook_on_a_model_that_is_fed_tokens_again_behind_its_states():
     """A pass of such a model is longer than its lookahead, and a hook that acts late in a pass is seen."""
     target, draft = hf_ssd.enable(sharp_model(tiny_config("lfm2"))), tiny_model()
@@ -267,6 +270,7 @@ def test_an_activated_lora_is_refused_by_its_name(is_enabled, draft):
     assert "adapter 'judge' is an activated LoRA " in said and "disable the adapter" in said
 
 
+@pytest.mark.slow
 def test_rows_with_adapters_of_their_own_speculate(draft):
     model, names = lora(lora(), "other", seed=1), {"adapter_names": ["default", "other", "__base__"]}
     generate = generate_of(model, is_enabled=False)

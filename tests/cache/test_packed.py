@@ -399,6 +399,7 @@ def test_a_head_that_reads_hidden_states_runs_packed(products):
     assert head.fc in forwards and head.lm_head in forwards and len(products) > 24 * LAYERS / 4
 
 
+@pytest.mark.slow
 def test_a_worker_that_loaded_its_draft_keeps_packed_weights_alone(tmp_path):
     target = hf_ssd.enable(tiny_model())
     tiny_draft().save_pretrained(tmp_path)

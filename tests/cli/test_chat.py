@@ -36,6 +36,7 @@ def test_what_the_text_no_longer_begins_with_is_dropped(chat):
 PACKED = hf_ssd.SSDConfig(lookahead=3, budget=4, pack_weights=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft", ["draft", pytest.param("eagle3", marks=pytest.mark.slow)])
 def test_a_chat_keeps_no_second_copy_of_packed_weights_unless_a_head_shares_them(draft, embedded, monkeypatch, capsys):
     owned, own, plain = [], packed.own, embedded[0]

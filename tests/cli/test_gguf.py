@@ -88,6 +88,7 @@ def test_a_bench_of_files(files, tmp_path, capsys):
     assert rows[-1]["method"] == "SSD" and rows[-1]["acceptance"] > 0.3
 
 
+@pytest.mark.slow
 def test_a_check_names_the_files_as_the_user_does(files, capsys):
     code, found = checked(capsys, files["target"], files["alone"], "--repeats", "1", "--max-new-tokens", "16")
     assert code in (0, 1) and found["failure"] is None and found["acceptance"] > 0.3, found
@@ -96,6 +97,7 @@ def test_a_check_names_the_files_as_the_user_does(files, capsys):
     assert model.config.num_hidden_layers == 12 and tokenizer("import os")["input_ids"] == [514, 649]
 
 
+@pytest.mark.slow
 def test_a_draft_in_a_file_drafts_for_calls(files):
     target = AutoModelForCausalLM.from_pretrained(pair.folder("target"), dtype="float32")
     ids = torch.tensor([[410, 2047, 542, 26, 199, 259, 313]])

@@ -29,6 +29,7 @@ def test_help_has_an_example_that_parses(command, capsys):
     assert module.__doc__.startswith(f"{COMMANDS[command]}\n")
 
 
+@pytest.mark.slow
 def test_bench_prints_tables_and_writes_figures_of_a_pair_that_transformers_does_not_take(
     tmp_path, capsys, monkeypatch
 ):

@@ -12,6 +12,7 @@ from .conftest import checked
 SECONDS = {1: 10.0, 2: 10.0, 3: 10.0, 4: 11.0, 5: 11.0, 7: 12.0, 9: 13.0}
 
 
+@pytest.mark.slow
 def test_a_target_alone_is_told_which_drafts_would_pay(tmp_path, capsys):
     tiny_model(num_hidden_layers=4).save_pretrained(tmp_path)
     words = [str(tmp_path), "--max-new-tokens", "24", "--repeats", "1"]

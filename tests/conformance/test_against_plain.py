@@ -272,7 +272,7 @@ def check(calls, of_one_call, examples):
     )(given(calls)(of_one_call))()
 
 
-@pytest.mark.parametrize("examples", [25, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize("examples", [10, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
 @pytest.mark.parametrize("checked", [check_greedy, check_sampled])
 def test_calls_of_any_kind(target, draft, tokenizer, checked, examples):
     checked(target, draft, tokenizer, examples)

@@ -62,6 +62,7 @@ def test_texts_of_a_family_are_those_of_single_passes(name):
         assert check_same(target, draft, asynchronous=False).tokens_per_round > 1.1
 
 
+@pytest.mark.slow
 def test_a_row_does_not_depend_on_the_rows_beside_it(target, draft):
     both = padded_batch(2)
     first = {name: tensor[:1] for name, tensor in both.items()}
@@ -92,7 +93,7 @@ def check_random(target, draft, config, options, seed, rows, chance):
     return one.ssd_stats
 
 
-@pytest.mark.parametrize("examples", [25, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize("examples", [10, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
 def test_no_setting_and_no_plan_changes_a_text(examples):
     """Of models with one layer, for the time that it takes."""
     pair, gained = (hf_ssd.enable(tiny_model(num_hidden_layers=1)), tiny_draft(num_hidden_layers=1)), []
@@ -176,18 +177,21 @@ def test_sampled_strings_have_the_targets_distribution(small, by_whim):
 OF_TREES = {"lookahead": 2, "tree_nodes": 6, "calls": 8, "seed": 6, **COUPLED}
 
 
+@pytest.mark.slow
 def test_strings_of_trees_have_it_too(small, monkeypatch):
     verified, verify = [], loop.verify_tree
     monkeypatch.setattr(loop, "verify_tree", lambda *arguments: verified.append(1) or verify(*arguments))
     assert p_value(*small, **OF_TREES) > 1e-3 and len(verified) >= OF_TREES["calls"]
 
 
+@pytest.mark.slow
 def test_nodes_that_see_their_siblings_change_the_distribution(small, monkeypatch):
     ancestors = Tree.ancestors
     monkeypatch.setattr(Tree, "ancestors", lambda tree: np.tril(np.ones_like(ancestors(tree))))
     assert power(*small, at_least=1.0, **OF_TREES) > 0.99
 
 
+@pytest.mark.slow
 def test_strings_that_are_decided_token_by_token_have_it_too(small):
     every = {"prefix_allowed_tokens_fn": lambda row, ids: list(range(SMALL))}
     assert p_value(*small, calls=8, options=every, **COUPLED) > 1e-3

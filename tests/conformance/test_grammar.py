@@ -107,6 +107,7 @@ def test_rows_are_decided_at_all_positions_at_once(pair, monkeypatch):
     assert any(len({*accepted}) > 1 for accepted in stats.column("accepted"))  # no row waits for another
 
 
+@pytest.mark.slow
 def test_with_other_processors(pair):
     """One that is called for a position after the other, and the penalties of transformers."""
     target, draft = pair
@@ -119,6 +120,7 @@ def test_with_other_processors(pair):
     assert torch.equal(*texts)
 
 
+@pytest.mark.slow
 def test_a_grammar_serves_one_call_after_the_other(pair):
     target, draft = pair
     one = hf_ssd.Grammar(json.dumps(STRINGS), TOKENIZER)
@@ -177,6 +179,7 @@ def keys(text: str) -> None:
     assert {*json.loads(text)} == {"first", "second"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("how", ["in turn", "in a worker", "no draft", "auto"])
 def test_forced_tokens_are_proposed_for_nothing(target, draft, assistant, how, rows, monkeypatch):
@@ -252,6 +255,7 @@ def counts(small, exact, **changes):
     return counts_of(*small, exact=exact, options=options, seed=3, **{"at_least": 1.02, "calls": 6, **changes})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ahead", [slowly(False), True])
 def test_sampled_json_has_the_distribution_of_plain_generate(small, exact, ahead):
     with preparing() if ahead else contextlib.nullcontext() as hits:

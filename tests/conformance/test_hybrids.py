@@ -258,6 +258,7 @@ def tried_pair():
 OF_BOTH = [*((mutate, False) for mutate in MUTANTS), *((mutate, True) for mutate in [*OF_DRAFTS, *MUTANTS])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutate, drafts", quick_first(OF_BOTH, len(MUTANTS + OF_DRAFTS)))
 def test_a_wrong_state_is_noticed(mutate, drafts, tried_pair, short_refeeds, monkeypatch):
     """By the greedy tokens of a target, and by the acceptance of a draft."""

@@ -98,6 +98,7 @@ def wide_passes_are_free(monkeypatch):
     monkeypatch.setattr(CostModel, "seconds_to_draft", lambda costs, mode, lookahead: 0.01 * lookahead)
 
 
+@pytest.mark.slow
 def test_a_planned_call_lets_ngrams_compete_where_the_text_repeats_itself(pair, wide_passes_are_free):
     draft = tiny_draft(vocab_size=FEW, disagreement=0.005)
     output, _ = as_plain(pair[0], draft, REPEATING, PLANNED, max_new_tokens=100)

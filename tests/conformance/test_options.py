@@ -135,6 +135,7 @@ def check_told(target, assistant):
     assert len(behind) > 2 and {*behind} == {4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers, session", [(1, WorkerSession), (2, SeveralDrafts)])
 def test_the_draft_reads_what_a_fallback_proposed(target, workers, session, monkeypatch):
     with hf_ssd.launch_draft(tiny_model(), devices=["cpu"] * workers, num_threads=1) as assistant:

@@ -66,6 +66,7 @@ def test_a_planned_call_decodes_plainly_where_matches_do_not_pay(repeating, monk
 LOOKUP = {"drafter": "ngram", "budget": "auto", "calls": 12, "prompt": every_pair()}
 
 
+@pytest.mark.slow
 def test_three_token_strings_have_the_targets_distribution(small):
     assert p_value(small[0], None, **LOOKUP, seed=3) > 1e-3
 
@@ -81,6 +82,7 @@ def drawn_again_from_p(monkeypatch):
     monkeypatch.setattr(verification, "residual_distribution", residual)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", [uniform_instead_of_certain, drawn_again_from_p])
 def test_a_proposal_that_does_not_count_as_certain_is_noticed(small, mutant, monkeypatch):
     """The mutants for the test above."""

@@ -33,6 +33,7 @@ def sampled_with_a_seed(target, model):
     return generate(target, model, padded_batch(2), SCALED, **SAMPLED)
 
 
+@pytest.mark.slow
 def test_different_draft_randomness_is_noticed(target, draft, monkeypatch):
     """The mutant for the sampled calls of `matrix.py`: a draft whose tokens depend on more than seed and place."""
     original, expected = AutoregressiveDrafter.complete, sampled_with_a_seed(target, draft).sequences
@@ -54,6 +55,7 @@ def budgets_by_chance(monkeypatch):
     monkeypatch.setattr(CostModel, "ahead", by_chance)
 
 
+@pytest.mark.slow
 def test_the_clock_does_not_shape_the_tokens_of_saguaro_sampling(target, draft, assistant, budgets_by_chance):
     """Drafted tokens are made less likely by their number of guesses, which is not the budget of the planner."""
     in_turn = sampled_with_a_seed(target, draft)
@@ -66,6 +68,7 @@ def test_the_clock_does_not_shape_the_tokens_of_saguaro_sampling(target, draft, 
         assert any(hit for row in stats.column("hits") for hit in row)
 
 
+@pytest.mark.slow
 def test_scaling_by_the_budget_of_the_planner_is_noticed(target, draft, assistant, monkeypatch, budgets_by_chance):
     """The mutant for the test above, in this process only: the budget that was planned by the clock."""
 
@@ -146,6 +149,7 @@ def drafting(monkeypatch):
 LONG = ("C = 0", "C = 0.3", "n-grams", "random", "custom, certain", "custom, drawn")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in SETTINGS])
 def test_every_setting_leaves_the_targets_distribution(small, name, prepared_in_process, drafting):
     assert p_value(*small, calls=16, seed=10, **{"budget": 4, **SETTINGS[name]}) > 1e-3
@@ -218,6 +222,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mutant, settings",
     [(plain_q_with_saguaro_tokens, {"saguaro_c": 0.3}), (drafts_q_with_random_tokens, {"fallback": "random"})],
@@ -237,6 +242,7 @@ def test_a_wrong_q_under_whims_fails_the_same_test(small, monkeypatch):
         assert power(*small, calls=24, seed=6, saguaro_c=0.5) > 0.99
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick_first(MUTANTS, 2))
 def test_plausible_mistakes_fail_the_same_test(small, name, monkeypatch):
     """With fewer calls already."""

@@ -27,6 +27,7 @@ def share_of_best_guesses(small):
     return sum(hits) / len(hits)
 
 
+@pytest.mark.slow
 def test_a_draft_that_knows_the_noise_hits_more_often(small, monkeypatch):
     with_noise = share_of_best_guesses(small)
     monkeypatch.setattr(sampling.DraftSampler, "bonus_noise", lambda *_: None)

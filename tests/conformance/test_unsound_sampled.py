@@ -63,6 +63,7 @@ CASES = [(1, "NaN", True, 8), (3, "NaN", True, 8), (4, "infinite", True, 8)]
 NEVER_GIVEN = [pytest.param(k, value, False, 20, marks=pytest.mark.slow) for k, value in ((2, "infinite"), (4, "NaN"))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lookahead, value, ends, calls", [*quick_first(CASES, 2), *NEVER_GIVEN])
 def test_strings_have_the_targets_distribution(lookahead, value, ends, calls, fed_again):
     assert found(p_value, pair(VALUES[value], ends), lookahead=lookahead, ends=ends, calls=calls) > 1e-3
@@ -104,6 +105,7 @@ STEPS = {  # rows, and options
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["constraint", pytest.param("unknown", marks=pytest.mark.slow)])
 def test_strings_have_the_targets_distribution_by_step(name, fed_again):
     rows, options = STEPS[name]
@@ -119,6 +121,7 @@ def without_the_rule(self, logits, q, drafted, by_step=CallRows.decide_by_step):
     return by_step(self, logits, q, drafted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lookahead, value, ends, calls", [CASES[1], NEVER_GIVEN[0]])
 def test_rows_without_the_rule_are_noticed(lookahead, value, ends, calls, monkeypatch):
     """The mutant: a row that is verified alone draws from p, though its drafted tokens are the reason."""

@@ -26,6 +26,7 @@ def generate(target, model, rows, options):
     return comparing.generate(target, model, inputs, **options)
 
 
+@pytest.mark.slow
 def test_a_worker_that_was_replaced_is_told_the_vocabulary_again_and_several_know_it():
     target = hf_ssd.enable(tiny_model())
     plain = generate(target, renamed_draft(), 2, BOTH).sequences

@@ -201,6 +201,7 @@ def watched(tmp_path):
     return draft, passes
 
 
+@pytest.mark.slow
 def test_each_side_leaves_cores_to_the_other_only_while_that_works(two_threads, target, passes, watched, monkeypatch):
     """A call in plain mode, or in turn, is not slower than `generate()` because a worker is there."""
     monkeypatch.setattr(loop, "planner_for", lambda *_: OneAfterTheOther())
@@ -223,6 +224,7 @@ def test_each_side_leaves_cores_to_the_other_only_while_that_works(two_threads, 
     assert (torch.get_num_threads(), len(available_cores())) == everything
 
 
+@pytest.mark.slow
 def test_a_draft_has_half_in_the_calls_that_say_so(two_threads, target, passes, watched, monkeypatch):
     monkeypatch.setattr(loop, "planner_for", lambda *_: OneAfterTheOther())
     (first, other), (draft, of_draft) = available_cores()[:2], watched

@@ -78,6 +78,7 @@ CALLS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "place, kind", [*(("worker", kind) for kind in CALLS), ("in turn", "sampled"), ("in turn", "broken off")]
 )
@@ -132,6 +133,7 @@ FAILURES = {
 QUICK = ["exits at once", "no program"]  # in which nothing is loaded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failure", FAILURES)
 def test_starts_that_fail_leave_no_descriptor(failure, tmp_path, monkeypatch):
     tiny_draft().save_pretrained(tmp_path)
@@ -178,6 +180,7 @@ with hf_ssd.launch_draft(tiny_model(), num_threads=1, timeout=60) as assistant:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_daemon", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_program_without_standard_streams_has_a_worker(tmp_path, is_daemon, request, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
@@ -223,6 +226,7 @@ def test_a_worker_that_meets_an_error_of_the_protocol_ends_at_once():
 # ---------------------------------------------------------------- closing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["model", "folder", "all"])
 def test_a_worker_that_a_call_started_can_be_closed(kind, tmp_path, target):
     tiny_draft().save_pretrained(tmp_path)

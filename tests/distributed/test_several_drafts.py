@@ -94,6 +94,7 @@ def test_a_worker_completes_less_than_it_has_prepared(draft):
         torch.testing.assert_close(session.receive_probabilities()[0, 1], q[0, 1], atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "lost, how, options",
     [
@@ -120,6 +121,7 @@ def test_when_workers_are_lost_the_call_goes_on_with_the_others(target, two, los
     assert warnings == ["The draft worker had ended; starting another one."]
 
 
+@pytest.mark.slow
 def test_one_that_does_not_start_again_is_left_out(target, two, warnings, monkeypatch):
     attempts = []
 

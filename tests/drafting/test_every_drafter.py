@@ -191,6 +191,7 @@ def test_coupled_texts_are_those_of_single_passes(small, case):
     check_coupled(small, case)
 
 
+@pytest.mark.slow
 def test_noise_of_rounds_is_noticed(monkeypatch):
     case = DRAFTERS["autoregressive"]
     target = hf_ssd.enable(case.target())

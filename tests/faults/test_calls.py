@@ -77,6 +77,7 @@ def test_a_draft_joins_in_the_middle_of_a_call(target, rows, has_ended, penalty)
     assert any(map(any, stats.column("hits")[joined:]))
 
 
+@pytest.mark.slow
 def test_it_would_be_noticed_if_what_was_generated_before_were_not_told(target, monkeypatch):
     """The mutant for the test above."""
     monkeypatch.setattr(FaultTolerantDraft, "_request_now", lambda self, *_: self.request)
@@ -85,6 +86,7 @@ def test_it_would_be_noticed_if_what_was_generated_before_were_not_told(target, 
     assert any(0 <= a < k for k, accepted in zip(stats.column("lookahead"), stats.column("accepted")) for a in accepted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("counts_from_the_prompt", [True, False])
 def test_the_drafts_processors_count_from_the_prompt(target, counts_from_the_prompt, monkeypatch):
     seen, made, request_now = [], DraftSampler.__init__, FaultTolerantDraft._request_now
@@ -106,6 +108,7 @@ def test_the_drafts_processors_count_from_the_prompt(target, counts_from_the_pro
     assert (seen == [9]) == counts_from_the_prompt
 
 
+@pytest.mark.slow
 def test_a_sampled_call_that_is_to_be_repeatable_waits_for_its_draft(target, draft):
     def sampled(assistant, **options):
         return call(target, assistant, seed=7, do_sample=True, top_k=0, **options)
@@ -125,6 +128,7 @@ def test_a_sampled_call_that_is_to_be_repeatable_waits_for_its_draft(target, dra
         assistant.gate.set()
 
 
+@pytest.mark.slow
 def test_a_worker_that_starts_takes_no_time_from_the_call(target, fresh_python):
     draft = tiny_draft()  # a real worker, which takes seconds
     output = call(target, draft, new_tokens=230, rows=1, max_time=5.0)

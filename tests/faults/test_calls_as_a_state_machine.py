@@ -259,8 +259,8 @@ forking = pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 
 @forking
 def test_some_dozens_of_steps():
-    steps = run(examples=6, steps=8)
-    assert steps.total() > 24 and steps["speculates"]
+    steps = run(examples=3, steps=8)
+    assert steps.total() > 12 and steps["speculates"]
 
 
 @forking
@@ -272,6 +272,7 @@ def test_a_thousand_steps():
     assert steps.total() > 1000 and len(steps) == 10
 
 
+@pytest.mark.slow
 @forking
 @pytest.mark.parametrize(
     "where, what, mistake",

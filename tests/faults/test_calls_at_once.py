@@ -100,6 +100,7 @@ def check_two_calls(targets, assistant, kind, **more):
 CASES = [("greedy", 1), ("sampled", 2), ("sampled", 1), ("coupled", 1)]  # and how many workers there are
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, count", quick_first(CASES, 2))
 def test_two_targets_have_one_draft(target, other, workers, count, kind):
     check_two_calls([target, other], ready(workers[count]), kind)
@@ -232,6 +233,7 @@ def test_a_call_that_raises_leaves_the_other_alone(target, other, one, who, monk
     assert one.workers[0].process.popen is process and process.poll() is None
 
 
+@pytest.mark.slow
 def test_a_call_within_a_call_speculates_too(target, other, one):
     within = []
     for model in (target, other):

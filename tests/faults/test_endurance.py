@@ -76,6 +76,7 @@ def test_several_programs_at_the_same_time():
         assert process.returncode == 0, errors.decode()
 
 
+@pytest.mark.slow
 def test_two_targets_in_one_program_at_the_same_time():
     def calls(target, draft):
         with hf_ssd.launch_draft(draft) as assistant:

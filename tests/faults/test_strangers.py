@@ -169,6 +169,7 @@ class Stranger:
 # ---------------------------------------------------------------- real workers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sends", ["gloo's words", "nonsense", "the draft's words"])
 def test_a_stranger_at_the_ports_gets_nothing(target, monkeypatch, sends):
     monkeypatch.setattr(meeting, "PROOF_TIMEOUT", 3.0)

@@ -81,6 +81,7 @@ def test_a_worker_that_raises_shows_its_traceback_and_stays(target, assistant, w
     assert generate(target, assistant).draft_failure is None and assistant.workers[0].process.popen.pid == pid
 
 
+@pytest.mark.slow
 def test_late_answers_to_an_old_call_are_dropped(target, assistant):
     """A call that is broken off between rounds leaves an answer on its way."""
 

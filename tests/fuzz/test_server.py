@@ -76,6 +76,7 @@ def damage_frame(frame, chance):
     return frame
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [40, pytest.param(2000, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])])
 def test_damaged_messages_do_not_end_a_server(recorded, server, count):
     chance, errors = random.Random(count), 0

@@ -436,6 +436,7 @@ KINDS = {  # the draft, how its worker is launched, settings, and what the batch
 SLOW_KINDS = ("several drafts", "n-grams after a miss", "random tokens after a miss")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] * (k in SLOW_KINDS)) for k in KINDS])
 def test_rows_of_every_kind_of_draft_join(kind, target):
     make, launch, more, tokenizers = KINDS[kind]

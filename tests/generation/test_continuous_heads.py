@@ -202,6 +202,7 @@ def test_a_draft_that_takes_over_gets_all_features(monkeypatch):
     assert max(later) > 5 + 40 and len(drafted.keys() & ours.keys()) > 25
 
 
+@pytest.mark.slow
 def test_the_layer_of_the_target_drafts_after_a_miss():
     """The fallback follows the texts of all rows, beside a draft that reads tokens alone."""
     target, _, settings = mtp()

@@ -60,6 +60,7 @@ def test_the_draft_drafts_nothing_after_the_last_round(target, draft, passes, co
     assert passes.count == 1 + sum(record.steps for record in stats.records)  # and one that reads the prompt
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most", [0, 3], ids=["at the start", "in a round"])
 def test_a_draft_that_fails_leaves_no_cache_behind(target, draft, passes, most):
     passes.most = most

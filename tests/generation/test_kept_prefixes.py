@@ -81,6 +81,7 @@ def test_a_conversation_that_goes_on_is_not_read_again(family, mode):
         assert first + second - 16 < manager.kept_of_draft.hits < first + second
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family, mode", OF_HYBRIDS)
 def test_a_hybrid_goes_on_from_its_last_state(family, mode):
     config = tiny_config(family)
@@ -97,6 +98,7 @@ def test_a_hybrid_goes_on_from_its_last_state(family, mode):
         assert request.known == 0 and torch.equal(request.output, plainly(target)(0, other))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", ["target", "draft"])
 def test_columns_of_another_text_are_noticed(side, target, draft, monkeypatch):
     """A mutant: every text is taken for a continuation of the last one that was kept."""
@@ -119,6 +121,7 @@ def test_columns_of_another_text_are_noticed(side, target, draft, monkeypatch):
     assert [counts([one]) == counts([other]) for one, other in zip(found, right)] == [True, False]
 
 
+@pytest.mark.slow
 def test_rows_of_one_prompt_share_what_one_of_them_has_read(target, draft):
     """Sampled rows join while the first one is decoded, and have the texts of coupled calls of their own."""
     one = {**greedy(prompts((LONG,))[0], 24), "do_sample": True, "temperature": 0.8}
@@ -139,6 +142,7 @@ def test_the_prompt_of_a_system_is_read_once(target, draft):
     assert [request.known >= LONG for request in found] == [False, True, True, True]
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(st.data())
 def test_whatever_texts_begin_alike(target, draft, data):

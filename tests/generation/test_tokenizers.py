@@ -185,6 +185,7 @@ def test_a_tokenizer_of_mistral_common_is_read_through_decode():
 # ---------------------------------------------------------------- tokenizers of calls that are over
 
 
+@pytest.mark.slow
 def test_tokenizers_are_not_kept_longer_than_their_user_keeps_them():
     target, draft, kept = hf_ssd.enable(tiny_model()), renamed_draft(), []
     for _ in range(3):

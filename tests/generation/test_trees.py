@@ -150,6 +150,7 @@ def behind_siblings(pair) -> list[int]:
     return [two.accepted[row] for one, two in rounds for row in two.live if one.took_sibling(row) and two.hits[row]]
 
 
+@pytest.mark.slow
 def test_an_outcome_of_another_node_is_noticed(target, draft, monkeypatch):
     """The text would be the same, but what was prepared for another token is hardly ever right."""
     right = behind_siblings((target, draft))
@@ -158,6 +159,7 @@ def test_an_outcome_of_another_node_is_noticed(target, draft, monkeypatch):
     assert len(right) > 5 and sum(right) / len(right) > 2 * sum(wrong) / len(wrong)
 
 
+@pytest.mark.slow
 def test_siblings_are_known_where_a_fallback_proposes_for_another_row(target, draft):
     """Otherwise all rows would miss after one has taken a sibling."""
     with preparing():

@@ -88,6 +88,7 @@ def answers(server, **options) -> list[tuple]:
     return found
 
 
+@pytest.mark.slow
 def test_an_answer_that_ends_within_a_tool_call_is_its_text(server, says):
     tokens = says(f"Sure.\n{CALL}")
     first = next(i for i in range(len(tokens)) if "<tool_call>" in server.processor.decode(tokens[:i]))
@@ -139,6 +140,7 @@ def chats(server, tokens: int, **options) -> list[tuple]:
 KINDS = [completions, slowly(chats)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ask", KINDS)
 def test_a_text_that_ends_within_a_character_is_the_same_whole_and_streamed(server, says, ask):
     tokens = says(CHARACTERS)
@@ -149,6 +151,7 @@ def test_a_text_that_ends_within_a_character_is_the_same_whole_and_streamed(serv
         assert streamed == (text, "length") and whole[0].strip() == text.strip()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ask", KINDS)
 def test_a_stop_string_of_any_characters_cuts_the_text_before_it(server, says, ask):
     """Also one that is a part of what is shown as a single character, and one that ends within a token."""

@@ -83,6 +83,7 @@ def names(server):
     return logprobs.Names(server.processor, server.loaded_model.config.vocab_size)
 
 
+@pytest.mark.slow
 def test_logprobs_of_a_chat_are_those_of_plain_generate(server, names, speculates):
     tokens, scores = plain(server, COUNT)
     for count in (0, 1, 20):
@@ -122,6 +123,7 @@ def test_logprobs_of_a_completion_are_those_of_plain_generate(server, names, spe
 IN_CHATS = slowly("chat", {"logprobs": True})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ask, likely", [("complete", {"logprobs": 2}), IN_CHATS])
 def test_a_stop_string_cuts_the_logprobs_with_the_text(server, speculates, ask, likely):
     ((text, all_of_them, _),) = answer(server, ask, False, **likely)
@@ -152,6 +154,7 @@ def test_logprobs_of_sampled_tokens_are_those_before_temperature_penalties_and_b
     check_chat(whole[0][1], *plain(server, COUNT, tokens), 3, names)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ask, likely", [("complete", {"logprobs": 2}), IN_CHATS])
 def test_greedy_choices_are_the_same_and_sampled_ones_differ_and_repeat(server, speculates, ask, likely):
     alone = answer(server, ask, False, **likely)
@@ -176,6 +179,7 @@ def test_usage_counts_the_tokens_of_all_choices_and_each_prompt_once(server):
         assert usage.total_tokens == usage.prompt_tokens + 36
 
 
+@pytest.mark.slow
 def test_sampled_choices_stream_beside_each_other_and_end_at_their_own_stop_strings(server):
     options = {"temperature": 1.2, "seed": 3, "n": 4}
     texts = [text for text, *_ in answer(server, "complete", False, **options)]
@@ -196,6 +200,7 @@ def test_choices_that_do_not_fit_into_memory_are_refused(server, monkeypatch):
     assert server.complete(PROMPT, 3, temperature=1.0, seed=1).usage.completion_tokens == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
 def test_the_prompt_stands_before_the_text(server, names, speculates, is_streamed, monkeypatch):
     monkeypatch.setattr(logprobs, "PIECE", 3)

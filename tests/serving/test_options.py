@@ -61,6 +61,7 @@ def test_decisions_know_every_name_of_the_model(limited):
     assert said[3][0] == 400 and "one model, small; the request names other" in said[3][1]["error"]["message"]
 
 
+@pytest.mark.slow
 def test_a_server_keeps_no_second_copy_of_packed_weights_and_compares_with_plain(tiny_folder, assistant, monkeypatch):
     def owned(model, load=Model.load_for_requests):
         found = load(model)
@@ -88,6 +89,7 @@ COUNT = 40
 DRAFT = [*reversed(vocabularies.TARGET)]  # the same tokens under other ids
 
 
+@pytest.mark.slow
 def test_a_server_speculates_with_a_draft_of_another_tokenizer(tiny_folder):
     draft = vocabularies.renamed_draft(DRAFT, max_position_embeddings=LONG)
     names = {"tokenizer": vocabularies.TARGET, "assistant_tokenizer": DRAFT}

@@ -38,6 +38,7 @@ def page(browser, server):
     return browser
 
 
+@pytest.mark.slow
 def test_an_answer_has_three_colours_and_the_figures_of_metrics(page, server, plain):
     before = server.figures()
     ask(page, PROMPT, 120)
@@ -86,6 +87,7 @@ def test_a_button_compares_an_answer_with_plain_decoding(page, server):
     assert verdict == "times as fast as plain decoding. The text is the same."
 
 
+@pytest.mark.slow
 def test_a_conversation_has_a_history_and_a_system_prompt_until_a_new_one_begins(page, plain):
     enter(page, "system", "# A module.")
     said = "# A module."
@@ -102,6 +104,7 @@ def test_a_conversation_has_a_history_and_a_system_prompt_until_a_new_one_begins
     assert texts(page, ".tokens") == [plain("# A module." + PROMPT, 20)]
 
 
+@pytest.mark.slow
 def test_settings_are_those_of_the_next_answer(page):
     by_id(page, "settings-button").click()
     for name, value in {"count": "25", "temperature": "1.5", "seed": "7", "top-p": "0.95"}.items():
@@ -145,6 +148,7 @@ def test_the_keyboard_sends_breaks_lines_stops_and_reaches_everything(page, serv
     assert page.execute_script(nameless) == []
 
 
+@pytest.mark.slow
 def test_a_question_is_answered_beside_other_requests_and_says_so(page, server):
     other = server.complete(PROMPT, 2000, stream=True)
     next(iter(other))
@@ -154,6 +158,7 @@ def test_a_question_is_answered_beside_other_requests_and_says_so(page, server):
     other.close()
 
 
+@pytest.mark.slow
 def test_tokens_that_are_part_of_a_character_are_counted(page, server):
     before = server.figures()["tokens_total"]
     ask(page, "# \U0001f600\U0001f600\U0001f600\U0001f600 = '\U0001f600\U0001f600", 40)
@@ -202,6 +207,7 @@ def bare(tiny_folder, tmp_path_factory, assistant):
         yield server
 
 
+@pytest.mark.slow
 def test_the_page_asks_for_a_key_and_continues_the_texts_of_a_model_without_a_chat_template(browser, bare):
     browser.get(bare.url)
     for key in ("wrong", "secret"):
@@ -224,6 +230,7 @@ def test_the_page_asks_for_a_key_and_continues_the_texts_of_a_model_without_a_ch
     assert first + second == f"abc {answers[0]}"  # this tokenizer has a space between two tokens
 
 
+@pytest.mark.slow
 def test_both_themes_at_both_sizes(page, tmp_path):
     ask(page, PROMPT, 100)
     press(page, "open")

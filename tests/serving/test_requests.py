@@ -93,6 +93,7 @@ def test_a_client_whose_body_does_not_end_leaves_nothing_in_the_log(server, capf
 # ---------------------------------------------------------------- prompts
 
 
+@pytest.mark.slow
 def test_a_prompt_is_a_text_or_tokens_or_a_list_of_either(server):
     texts, before = [PROMPT, "abc", "stuvw"], server.figures()
     tokens = [server.processor(text)["input_ids"] for text in texts]

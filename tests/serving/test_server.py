@@ -82,6 +82,7 @@ def test_the_figures_agree_with_each_other(program):
     assert figures["draft_ready"] == 1 and program.draft_state == "ready"
 
 
+@pytest.mark.slow
 def test_sixteen_clients_at_once(program, plain):
     def ask(prompt: str) -> str:
         if len(prompt) % 2:

@@ -35,6 +35,7 @@ class Reader(threading.Thread):
         self.last = time.monotonic()
 
 
+@pytest.mark.slow
 def test_short_answers_begin_and_end_while_a_long_one_runs(program):
     long_text = program.complete(PROMPT, 300).choices[0].text
     alone = [program.complete(prompt, 10).choices[0].text for prompt in PROMPTS]
@@ -47,6 +48,7 @@ def test_short_answers_begin_and_end_while_a_long_one_runs(program):
     assert [reader.text for reader in short] == alone and long.text == long_text
 
 
+@pytest.mark.slow
 def test_the_figures_say_who_runs_and_who_waits(program):
     before = program.figures()
     reader = Reader(program, PROMPT, 200).begun()
@@ -60,6 +62,7 @@ def test_the_figures_say_who_runs_and_who_waits(program):
     assert 50 < after[pieces] - before[pieces] < 200 and after["time_per_output_token_seconds_sum"] > 0
 
 
+@pytest.mark.slow
 def test_sampled_answers_do_not_depend_on_their_neighbours(program):
     options = {"temperature": 1.0, "seed": 5}
     alone = program.complete(PROMPT, 40, **options).choices[0].text

@@ -158,6 +158,7 @@ def test_a_seed_repeats_an_answer_whatever_is_planned_and_without_the_draft(tiny
         assert {*texts, ask(5)} == {texts[0]} and ask(6) != texts[0]
 
 
+@pytest.mark.slow
 def test_sigterm_amid_answers_ends_in_one_line_and_all_clients_get_an_error(tiny_folder, tiny_draft_folder):
     """A stream is under way, which must not look complete, and two other answers wait for its place."""
     options = ("--lookahead", "3", "--budget", "4", "--log-level", "warning", "--max-rows", "1")

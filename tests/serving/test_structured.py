@@ -95,6 +95,7 @@ def test_openais_client_gets_its_own_types(server):
 EMPTY = {"type": "function", "function": {"name": "g", "parameters": {"const": {}}, "strict": True}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tool", [slowly(TOOLS[0]), EMPTY], ids=["f", "g"])
 def test_the_calls_of_a_strict_tool_follow_its_schema(server, monkeypatch, tool):
     tokens = server.processor("Sure.\n<tool_call>", add_special_tokens=False)["input_ids"]

@@ -44,6 +44,7 @@ def refused(server, path: str, body: dict | bytes, **headers) -> tuple[int, str]
 # ---------------------------------------------------------------- sampling and seeds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ask", ["chat", slowly("complete")])
 def test_a_positive_temperature_samples(server, ask):
     def text(**options) -> str:
@@ -178,6 +179,7 @@ def test_a_logit_bias_of_whole_numbers_decides(server, ask):
     assert text == server.processor.decode([5] * 5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [5, slowly(1)])
 @pytest.mark.parametrize("path", REQUESTS)
 def test_values_of_another_kind_are_refused_in_openais_form(server, path, share):

@@ -88,6 +88,7 @@ def test_heads_run_captured(target, kind):
     assert Graphs.of(head).failure is None and Graphs.of(head).passes
 
 
+@pytest.mark.slow
 def test_passes_that_are_kept_are_bounded(target, monkeypatch):
     monkeypatch.setattr(passes, "MOST_PASSES", 6)
     draft, config = tiny_draft(), hf_ssd.SSDConfig(lookahead=3, asynchronous=False)

@@ -7,6 +7,7 @@ from hf_ssd.cache import masks
 from hf_ssd.cache.ragged import RaggedCache
 
 from ..helpers.stand_in_rounds import generate
+from ..helpers.suites import quick_first
 from ..helpers.tiny import VOCAB, padded_batch, tiny_model
 from .test_synchronizations import BUDGET, most
 
@@ -24,7 +25,7 @@ OURS = ("family", "fallback", "asynchronous")
 
 
 @pytest.mark.parametrize("rows", [4, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", quick_first(CALLS, 2))
 def test_whole_calls_are_on_one_device(name, rows, monkeypatch):
     options = CALLS[name]
     output, _ = generate(monkeypatch, rows, **{"do_sample": False, "max_new_tokens": 16, **options})
@@ -37,6 +38,7 @@ def test_whole_calls_are_on_one_device(name, rows, monkeypatch):
         assert torch.equal(output.sequences.cpu(), plain)
 
 
+@pytest.mark.slow
 def test_rows_that_end_make_nothing_wait(monkeypatch):
     plain = tiny_model().generate(**padded_batch(4), do_sample=False, max_new_tokens=24)
     end = int(plain[0, 12])  # of a row whose place others take
@@ -51,6 +53,7 @@ def indexed_on_the_host(self, *indices):
         yield storage, *indices
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "owner, name, mutant",
     [

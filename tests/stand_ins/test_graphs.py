@@ -76,6 +76,7 @@ def same(ours, theirs) -> bool:
 OF_FAMILIES = [("gemma", True), ("llama", False), *((family, True) for family in FAMILIES if family != "gemma")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family, padded", quick_first(OF_FAMILIES, 2))
 def test_logits_are_those_of_eager_passes(family, padded, tapes):
     model = tiny_model(family)
@@ -88,6 +89,7 @@ def test_logits_are_those_of_eager_passes(family, padded, tapes):
     assert kept.capture.replayed == len(found) - 1
 
 
+@pytest.mark.slow
 def test_a_second_call_captures_nothing(tapes):
     model, prepared = tiny_model(), []
     eager = functools.cache(lambda rows, limit: call(model, False, rows, rounds=8, limit=limit)[0])
@@ -99,6 +101,7 @@ def test_a_second_call_captures_nothing(tapes):
     assert Graphs.of(model).storage[0][0].shape[::2] == (8, 1024)
 
 
+@pytest.mark.slow
 def test_storage_that_grows_in_a_call_is_captured_anew(tapes, monkeypatch):
     monkeypatch.setattr(graphs, "COLUMNS_AHEAD", 64)
     model = tiny_model(num_hidden_layers=1)
@@ -273,6 +276,7 @@ def test_a_replay_that_differs_is_noticed(mutate, is_compared, tapes, monkeypatc
 # ---------------------------------------------------------------- whole calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows, options", [(1, {}), (3, {"temperature": 0.7, "top_k": 30})], ids=["greedy", "sampled"])
 def test_a_call_in_turn_gives_the_same_tokens(rows, options, tapes):
     target, draft = hf_ssd.enable(tiny_model()), tiny_draft()
