@@ -65,8 +65,7 @@ def read(
     if drafts:
         alone = logits_alone(model, texts, FIRST if is_recurrent else PROMPT)
     else:
-        prompts = texts._replace(tokens=texts.tokens[:, :PROMPT])
-        alone = torch.cat([logits_alone(model, prompts), logits_of_plain_generation(model, texts)], dim=1)
+        alone = logits_of_plain_generation(model, texts)
     among_others = logits_beside_others
     if is_recurrent or is_flash_attention(model):
         among_others = logits_of_branches if is_recurrent and drafts else logits_after_rejection
@@ -92,12 +91,14 @@ class LowPrecision(TorchDispatchMode):
 
 
 def logits_of_plain_generation(model: PreTrainedModel, texts: Texts) -> torch.Tensor:
-    """Returns logits of the tokens after the prompts, read one by one as the model's own methods prepare them."""
+    """Returns logits of all tokens, read one by one after the prompts as the model's own methods prepare them."""
     tokens, cache = texts.tokens[: texts.compared], empty_cache(model)
     model_kwargs = {"attention_mask": torch.ones_like(tokens[:, :PROMPT]), "use_cache": True, CACHE: cache}
     model_kwargs["position_ids"] = model._prepare_position_ids_for_generation(tokens[:, :PROMPT], model_kwargs)
     outputs = model._prefill(tokens[:, :PROMPT], GenerationConfig(), model_kwargs)
-    logits = []
+    logits = [outputs.logits]
+    if logits[0].shape[1] < PROMPT:  # some models prepare inputs for the last logits alone
+        logits = [logits_alone(model, texts._replace(tokens=tokens[:, :PROMPT]))]
     for stop in range(PROMPT + 1, tokens.shape[1] + 1):
         model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs, is_encoder_decoder=False)
         inputs = model.prepare_inputs_for_generation(tokens[:, :stop], next_sequence_length=1, **model_kwargs)

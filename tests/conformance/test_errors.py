@@ -106,7 +106,7 @@ def started(target, draft, **options):
         ({"ssd_config": hf_ssd.SSDConfig(fallback=NeedsMore())}, "`fallback` is a NeedsMore, which cannot propose"),
         ({"num_assistant_tokens": 4}, "`num_assistant_tokens` is a setting of transformers' assisted generation"),
         ({"num_assistant_tokens_schedule": "constant"}, "`num_assistant_tokens_schedule` is a setting"),
-        ({"generation_config": GenerationConfig(assistant_confidence_threshold=0.4)}, "SSDConfig.lookahead=...."),
+        ({"generation_config": GenerationConfig(assistant_confidence_threshold=0.3)}, "SSDConfig.lookahead=...."),
         ({"do_sample": True, "num_return_sequences": 4097}, "up to 4,096 rows, and not 4,097; give fewer rows at a ti"),
         ({"do_sample": True, "max_new_tokens": 2**22 - 130}, "up to 4,194,304 positions.*; set a smaller `max_length`"),
     ],
