@@ -82,8 +82,8 @@ def own(model: PreTrainedModel) -> None:
 
 def forget(model: PreTrainedModel) -> None:
     """Frees the packed weights of a model that has its own as well."""
-    if model not in _owned:
-        for module in model.modules():
+    with _lock:
+        for module in model.modules() if model not in _owned else ():
             _packed.pop(module, None)
 
 

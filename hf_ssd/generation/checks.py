@@ -117,7 +117,8 @@ def check_arguments(model, assistant_model, ssd_config, synced_gpus) -> Resolved
 
 def check_assisted_options(model, generation_config: GenerationConfig | None, kwargs: dict) -> None:
     """Raises `ValueError` if a call sets an option of transformers' own assisted generation."""
-    defaults = GenerationConfig._get_default_generation_params()  # which a pipeline may write into its own options
+    # A pipeline of transformers 5.17 writes the library's defaults into its own options.
+    defaults = getattr(GenerationConfig, "_get_default_generation_params", dict)()
     for name in ASSISTED_OPTIONS:
         of_config, of_model = (getattr(config, name, None) for config in (generation_config, model.generation_config))
         if kwargs.get(name) is not None or of_config not in (None, of_model, defaults.get(name)):

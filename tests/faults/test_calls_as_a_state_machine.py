@@ -277,9 +277,9 @@ def test_a_thousand_steps():
 @pytest.mark.parametrize(
     "where, what, mistake",
     [
-        pytest.param(deciding, "verify_greedy", accepts_one_too_many, marks=pytest.mark.slow),
+        (deciding, "verify_greedy", accepts_one_too_many),
         (WorkerSession, "close", lambda self: None),
-        pytest.param(DraftAssistant, "_restart", lambda self: None, marks=pytest.mark.slow),
+        (DraftAssistant, "_restart", lambda self: None),
     ],
 )
 def test_mistakes_are_noticed(monkeypatch, where, what, mistake):
