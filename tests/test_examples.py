@@ -88,3 +88,11 @@ def test_second_turn():
     output = run("examples/second_turn.py", "--tokens", "200", "--answer", "8", "--repeats", "1")
     rows = dict(re.findall(r"^\| (read again|kept) \|.* (\d+) \|$", output, re.MULTILINE))
     assert rows == {"read again": "0", "kept": "207"} and "times as fast." in output
+
+
+@pytest.mark.slow
+def test_sampling_rules():
+    output = run("examples/sampling_rules.py", "--temperatures", "0.7", "--batch-sizes", "2", "--max-new-tokens", "12")
+    rows = re.findall(r"^0\.7 +2 +(with a worker|in turn) +([\d.]+) +([\d.]+) +([\d.]+)$", output, re.MULTILINE)
+    assert [way for way, *_ in rows] == ["with a worker", "in turn"]
+    assert all(float(ratio) == pytest.approx(float(coupled) / float(one), rel=0.01) for _, one, coupled, ratio in rows)
