@@ -1,16 +1,14 @@
 """Runs llama.cpp by xllamacpp: plainly, with prompt lookup (its n-grams) and with a draft. See `job.py`."""
 
-import json
 import re
 from pathlib import Path
 
 import gguf
 import job
+import llama_gguf
 import xllamacpp
-from safetensors.numpy import load_file
 
 KINDS = xllamacpp.common_speculative_type
-ARCHITECTURES = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2}
 
 
 def exported(folder: str) -> str:
@@ -19,41 +17,17 @@ def exported(folder: str) -> str:
     are tokens, so the file has placeholders for the tokens' texts.
     """
     made = Path(f"{folder}.gguf")
-    if made.exists():
-        return str(made)
-    config, weights = json.loads((Path(folder) / "config.json").read_text()), load_file(f"{folder}/model.safetensors")
-    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-    architecture = ARCHITECTURES[config["model_type"]]
-    writer = gguf.GGUFWriter(made.with_suffix(".part"), gguf.MODEL_ARCH_NAMES[architecture])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(heads["q_proj"])
-    writer.add_head_count_kv(heads["k_proj"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
-    writer.add_rope_dimension_count(config["hidden_size"] // heads["q_proj"])
-    writer.add_vocab_size(config["vocab_size"])
-    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([f"<{token}>" for token in range(config["vocab_size"])])
-    writer.add_token_types([gguf.TokenType.NORMAL] * config["vocab_size"])
-    writer.add_token_merges(["< 0"])
-    names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
-    for name, weight in weights.items():
-        for kind, count in heads.items():
-            if f".{kind}." in name and config["model_type"] == "llama":
-                # llama.cpp rotates pairs of neighbours in a Llama, transformers halves
-                halves = weight.reshape(count, 2, -1, weight.shape[1])
-                weight = halves.swapaxes(1, 2).reshape(weight.shape)
-        writer.add_tensor(names.get_name(name, (".weight", ".bias")), weight.astype("float32"))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    made.with_suffix(".part").rename(made)
+    if not made.exists():
+        unfinished = made.with_suffix(".part")
+        llama_gguf.write(folder, unfinished, add_placeholders)
+        unfinished.rename(made)
     return str(made)
+
+
+def add_placeholders(writer: gguf.GGUFWriter, vocab_size: int) -> None:
+    writer.add_token_list([f"<{token}>" for token in range(vocab_size)])
+    writer.add_token_types([gguf.TokenType.NORMAL] * vocab_size)
+    writer.add_token_merges(["< 0"])
 
 
 def settings(target: str, threads: int) -> xllamacpp.CommonParams:

@@ -1,14 +1,15 @@
 """GGUF files as models: a path to one, or a folder that has one, wherever a model is named."""
 
+import importlib
 import io
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_ssd
@@ -23,51 +24,31 @@ from .conftest import checked
 FIXED = hf_ssd.SSDConfig(lookahead=3, budget=6)
 
 
-def write_gguf(folder: str, file: Path) -> Path:
-    """Writes a Llama and its tokenizer, both in a folder, as a GGUF file in float32, and returns the file."""
-    gguf = pytest.importorskip("gguf")
-    config, weights = json.loads(Path(folder, "config.json").read_text()), load_file(Path(folder, "model.safetensors"))
-    tokens = json.loads(Path(folder, "tokenizer.json").read_text())["model"]
-    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-    writer = gguf.GGUFWriter(file, "llama")
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(heads["q_proj"])
-    writer.add_head_count_kv(heads["k_proj"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
-    writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("gpt2")
+def add_tokens(writer, vocab_size: int) -> None:
+    """Adds the tokens of the small pair, whose first one begins and ends a text."""
+    kinds, file = importlib.import_module("gguf").TokenType, Path(pair.folder("target"), "tokenizer.json")
+    tokens = json.loads(file.read_text())["model"]
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(sorted(tokens["vocab"], key=tokens["vocab"].get))
-    writer.add_token_types([gguf.TokenType.CONTROL, *[gguf.TokenType.NORMAL] * (config["vocab_size"] - 1)])
+    writer.add_token_types([kinds.CONTROL, *[kinds.NORMAL] * (vocab_size - 1)])
     writer.add_token_merges([" ".join(pair) for pair in tokens["merges"]])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(0)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
-    for name, weight in weights.items():
-        for kind, count in heads.items():
-            if f".{kind}." in name:  # GGUF has pairs of neighbours side by side, transformers halves
-                weight = weight.view(count, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
-        writer.add_tensor(names.get_name(name, (".weight",)), weight.float().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return file
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> dict[str, str]:
     """The small pair's target as a file among several, and its draft as the only file of a folder."""
-    place = tmp_path_factory.mktemp("gguf")
-    (place / "alone").mkdir()
-    target = write_gguf(pair.folder("target"), place / "target.gguf")
-    draft = write_gguf(pair.folder("draft"), place / "alone" / "draft.gguf")
-    write_gguf(pair.folder("draft"), place / "other.gguf")
-    return {"target": str(target), "draft": str(draft), "alone": str(draft.parent), "several": str(place)}
+    pytest.importorskip("gguf")
+    llama_gguf = importlib.import_module("examples.engines.llama_gguf")
+    place, in_float32 = tmp_path_factory.mktemp("gguf"), tmp_path_factory.mktemp("float32")
+    files = {"target": place / "target.gguf", "draft": place / "alone" / "draft.gguf"}
+    files["draft"].parent.mkdir()
+    for name, file in files.items():
+        AutoModelForCausalLM.from_pretrained(pair.folder(name), dtype="float32").save_pretrained(in_float32 / name)
+        llama_gguf.write(in_float32 / name, file, add_tokens)
+    shutil.copy(files["draft"], place / "other.gguf")
+    return {**{name: str(file) for name, file in files.items()}, "alone": str(place / "alone"), "several": str(place)}
 
 
 @pytest.mark.slow
