@@ -140,20 +140,23 @@ def test_what_is_known_before_weights_are_loaded(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "times, expected", [((2.0, 1.0), "bfloat16"), ((1.0, 2.0), "float32"), ((1.0, 1.1), None), ((1.1, 1.0), None)]
+    "float32, bfloat16, expected",  # seconds of a step and of a verification
+    [
+        ((2.0, 2.0), (1.0, 1.0), "bfloat16"),
+        ((1.0, 1.0), (2.0, 2.0), "float32"),
+        ((1.0, 1.0), (1.1, 1.1), None),
+        ((1.1, 1.1), (1.0, 1.0), None),
+        ((1.0, 1.0), (0.5, 2.0), None),  # half of the bytes, but no instructions for them
+    ],
 )
-def test_the_faster_dtype_is_named_where_it_is_faster_for_steps_and_verifications(monkeypatch, times, expected):
-    seconds, shapes, measure = dict(zip((torch.float32, torch.bfloat16), times)), [], doctor.seconds_of
-    monkeypatch.setattr(doctor, "seconds_of", lambda shape, _, dtype: shapes.append(shape) or [seconds[dtype]] * 2)
-    model = tiny_model()
-    assert all(one > 0 for dtype in seconds for one in measure((64, 32), 2, dtype))
-    assert fastest(model, torch.device("cpu")) == expected
+def test_the_faster_dtype_is_named_where_it_is_faster_for_steps_and_verifications(
+    monkeypatch, float32, bfloat16, expected
+):
+    seconds, shapes, model = {torch.float32: float32, torch.bfloat16: bfloat16}, set(), tiny_model()
+    monkeypatch.setattr(doctor, "seconds_of", lambda shape, _, dtype: shapes.add(shape) or seconds[dtype])
+    assert fastest(model, torch.device("cpu")) == expected and fastest(model, torch.device("cuda")) is None
     mlp = model.model.layers[0].mlp
-    assert {*shapes} <= {tuple(layer.weight.shape) for layer in (mlp.up_proj, mlp.down_proj)}  # the largest layers
-    assert fastest(model, torch.device("cuda")) is None
-    both = {torch.float32: [1.0, 1.0], torch.bfloat16: [0.5, 2.0]}  # half of the bytes, but no instructions for them
-    monkeypatch.setattr(doctor, "seconds_of", lambda shape, _, dtype: both[dtype])
-    assert fastest(model, torch.device("cpu")) is None
+    assert shapes <= {tuple(layer.weight.shape) for layer in (mlp.up_proj, mlp.down_proj)}  # the largest layers
 
 
 @pytest.mark.parametrize("has_operation, expected", [(True, "float32"), (False, "bfloat16")])
@@ -186,6 +189,7 @@ def test_the_dtype_is_that_of_the_products_of_a_call(has_operation, expected, mo
 
 def test_seconds_of_dtypes_are_those_of_equally_many_layers(monkeypatch):
     """Of smaller weights, more layers are computed, so that they do not fit into the processor's caches."""
+    assert min(doctor.seconds_of((64, 32), 2, torch.bfloat16)) > 0
     computed, linear = [], nn.functional.linear
 
     def two_seconds_each(layers, device, states):
