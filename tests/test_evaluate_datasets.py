@@ -19,9 +19,6 @@ PROGRAM = "examples/evaluate_datasets.py"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
 
 
-OFFLINE = {**os.environ, "HF_HUB_OFFLINE": "1"}
-
-
 def small(folder):
     """Options of a small run on a JSON-lines file and a CSV file."""
     files = [folder / "lines.jsonl", folder / "table.csv"]
@@ -36,7 +33,7 @@ def finished(tmp_path_factory):
     (folder / "lines.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in PROMPTS))
     with (folder / "table.csv").open("w", newline="") as file:
         csv.writer(file).writerows([["id", "text"], *enumerate(reversed(PROMPTS))])
-    return folder, run(PROGRAM, *small(folder), env=OFFLINE)
+    return folder, run(PROGRAM, *small(folder))
 
 
 def test_a_file_of_json_lines_and_one_of_csv(finished):
@@ -78,7 +75,7 @@ def test_a_file_that_is_not_there_is_said_first(tmp_path):
 
 @pytest.mark.slow
 def test_a_hub_id_without_a_network(tmp_path):
-    offline = {**OFFLINE, "HF_HOME": str(tmp_path)}
+    offline = {**os.environ, "HF_HOME": str(tmp_path)}
     errors = run(PROGRAM, "--dataset", "gsm8k", "--output", tmp_path / "out", status=1, env=offline).strip()
     assert "openai/gsm8k could not be loaded" in errors and "--dataset gsm8k=FILE" in errors
     assert errors.count("\n") == 0 and not (tmp_path / "out").exists()
@@ -96,7 +93,7 @@ def test_copies_of_named_datasets_on_a_divided_target(tmp_path):
     output = run(
         *TORCHRUN, PROGRAM, "--dataset", f"gsm8k={tmp_path / 'gsm8k.jsonl'}",
         f"humaneval={tmp_path / 'programs.csv'}", "--execute-code", "--batch-size", 2, "--max-new-tokens", 12,
-        "--lookahead", 3, "--budget", 6, "--output", tmp_path / "out", env=OFFLINE,
+        "--lookahead", 3, "--budget", 6, "--output", tmp_path / "out",
     )  # fmt: skip
     assert output.count("| dataset | prompts |") == 1 and "SSD/AR" in output and "SSD/SD" not in output
     assert "| humaneval | pass_at_1 | 0.500 | 0.500 |" in output and "| gsm8k | gsm8k_exact_match |" in output

@@ -1,7 +1,6 @@
 """The command line as a whole, and its thinnest command."""
 
 import importlib
-import json
 import sys
 
 import pytest
@@ -30,21 +29,15 @@ def test_help_has_an_example_that_parses(command, capsys):
 
 
 @pytest.mark.slow
-def test_bench_prints_tables_and_writes_figures_of_a_pair_that_transformers_does_not_take(
-    tmp_path, capsys, monkeypatch
-):
+def test_bench_prints_a_table_of_a_pair_that_transformers_does_not_take(tmp_path, capsys, monkeypatch):
     lets_assisted_generation_fail(monkeypatch, AttributeError("a failure of transformers"))
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('[{"text": "import os\\n"}, {"text": "def main("}]')
-    words = ["bench", "--max-new-tokens", "12", "--repeats", "1", "--assistant-tokens", "3"]
-    words += ["--in-turn-lookaheads", "3"]
-    words += ["--prompts", str(prompts), "--prompt-field", "text", "--output", str(tmp_path), "--one-table"]
-    assert main(words) == 0
+    words = "--max-new-tokens 12 --repeats 1 --assistant-tokens 3 --in-turn-lookaheads 3 --one-table".split()
+    assert main(["bench", *words, "--prompts", str(prompts), "--prompt-field", "text"]) == 0
     output = capsys.readouterr().out
-    assert "SSD over plain generate" in output and "plain generate" in output and "NO" not in output
+    assert "SSD over plain generate" in output and "NO" not in output
     assert "assisted generation does not take this pair" in output
-    report = json.loads((tmp_path / "benchmark.json").read_text())
-    assert report["arguments"]["max_new_tokens"] == 12 and (tmp_path / "benchmark.png").stat().st_size > 5000
 
 
 def test_options_that_several_commands_have_are_one_option():

@@ -5,9 +5,6 @@ as in `HF_SSD_TEST_DEVICES=cpu,cpu pytest tests/gpu -m gpu`.
 
 import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,9 +14,9 @@ import hf_ssd
 
 from ..helpers import comparing
 from ..helpers.at_length import AtLength
+from ..helpers.programs import run
 from ..helpers.tiny import padded_batch, ready, tiny_draft, tiny_model
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMED = os.environ.get("HF_SSD_TEST_DEVICES")
 KIND = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else None
 GPUS = [f"{KIND}:{index}" for index in range(torch.accelerator.device_count())] if KIND else []
@@ -186,7 +183,5 @@ def test_a_worker_killed_in_the_middle_of_a_call_takes_nothing_with_it(target, d
 
 @two_gpus
 def test_torchrun():
-    command = [Path(sys.executable).parent / "torchrun", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([*map(str, command), str(EXAMPLES / "generate_tp.py")], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "1 target ranks, 1 draft ranks" in done.stdout and "hit rate" in done.stdout
+    said = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "examples/generate_tp.py")
+    assert "1 target ranks, 1 draft ranks" in said and "hit rate" in said
