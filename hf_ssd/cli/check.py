@@ -81,14 +81,14 @@ def run(args: argparse.Namespace) -> int:
         texts = texts or prompts_for(found.target.tokenizer)
         is_measured = found.draft or found.config.drafter == EARLY
         figures = measure(args, found, texts, known) if is_measured else forms.measure(args, found.target, texts, tell)
-    except (ValueError, hf_ssd.DraftError) as error:
-        is_refused = not isinstance(error, NotMeasured)
-        known["refused" if is_refused else "not_measured"] = str(error)
-        code = REFUSED if is_refused else NOT_MEASURED
-        if not args.json and is_refused:
-            raise
+    except NotMeasured as error:
+        known["not_measured"], code = str(error), NOT_MEASURED
         if not args.json:
             tell(f"not measured: {error}")
+    except (ValueError, hf_ssd.DraftError) as error:
+        if not args.json:
+            raise
+        known["refused"], code = str(error), REFUSED
     else:
         known |= {**dataclasses.asdict(figures), "pays": figures.pays, "verdict": figures.verdict()}
         code = 0 if figures.pays else 1
