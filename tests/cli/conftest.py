@@ -1,15 +1,13 @@
-"""The small pair, with one worker for all chats."""
+"""What tests of several commands use."""
 
+import io
 import json
-from types import SimpleNamespace
+import sys
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_ssd
-from hf_ssd.cli import check, doctor, models, pair
-from hf_ssd.cli.chat import Chat
+from hf_ssd.cli import check, doctor, models
 from hf_ssd.cli.main import main
 from hf_ssd.cli.methods import Bench
 
@@ -18,25 +16,6 @@ from hf_ssd.cli.methods import Bench
 def no_dtype_is_timed(monkeypatch):
     """So there is no advice, and a processor that emulates bfloat16 is not waited for."""
     monkeypatch.setattr(doctor, "fastest", lambda *_: "float32")
-
-
-@pytest.fixture(scope="package")
-def embedded():
-    """The target, the draft and the tokenizer."""
-    models = [AutoModelForCausalLM.from_pretrained(pair.folder(name), dtype="float32") for name in ("target", "draft")]
-    return hf_ssd.enable(models[0]), models[1], AutoTokenizer.from_pretrained(pair.folder("target"))
-
-
-@pytest.fixture(scope="package")
-def embedded_worker(embedded):
-    with hf_ssd.launch_draft(embedded[1], num_threads=1) as assistant:
-        yield assistant
-
-
-@pytest.fixture
-def chat(embedded, embedded_worker):
-    target, _, tokenizer = embedded
-    return Chat(SimpleNamespace(system=None, temperature=0.0, max_new_tokens=12), target, embedded_worker, tokenizer)
 
 
 def checked(capsys, *words: str) -> tuple[int, dict]:
@@ -59,6 +38,12 @@ def nothing_loads(monkeypatch):
     monkeypatch.setattr(hf_ssd, "launch_draft", refuse)
 
 
+def typed(monkeypatch, text: str | bytes) -> None:
+    """Makes this text the standard input."""
+    raw = text if isinstance(text, bytes) else text.encode()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw), encoding="utf-8"))
+
+
 def lets_assisted_generation_fail(monkeypatch, error: Exception) -> None:
     """As for a pair that only we take."""
     run = Bench.run
@@ -69,14 +54,3 @@ def lets_assisted_generation_fail(monkeypatch, error: Exception) -> None:
         return run(bench, method, turn)
 
     monkeypatch.setattr(Bench, "run", run_ours)
-
-
-def goes_on_as_plain(chat: Chat, words: str) -> None:
-    """Sends a message, whose answer must be that of plain generation from the whole text."""
-    tokens = torch.tensor([chat.tokens_after(words)])
-    options = {"attention_mask": torch.ones_like(tokens), "max_new_tokens": chat.args.max_new_tokens}
-    plain = chat.target.generate(tokens, **options, do_sample=False)
-    chat.answer(words)
-    answer = chat.tokenizer.decode(plain[0, tokens.shape[1] :], skip_special_tokens=True)
-    assert chat.messages[-1] == {"role": "assistant", "content": answer} and chat.text.endswith(f"{words}\n{answer}")
-    assert chat.cache.get_seq_length() == len(chat.cached) == plain.shape[1] - 1

@@ -1,11 +1,9 @@
 """GGUF files as models: a path to one, or a folder that has one, wherever a model is named."""
 
 import importlib
-import io
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,7 +17,7 @@ from hf_ssd.cli.models import Model
 from hf_ssd.drafting.heads import loading
 from hf_ssd.drafting.resolver import config_at
 
-from .conftest import checked
+from .conftest import checked, typed
 
 FIXED = hf_ssd.SSDConfig(lookahead=3, budget=6)
 
@@ -53,7 +51,7 @@ def files(tmp_path_factory) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_a_chat_with_files_on_both_sides(files, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("class Reader:\n/quit\n"))
+    typed(monkeypatch, "class Reader:\n/quit\n")
     words = ["--max-new-tokens", "12", "--stats", "--lookahead", "3", "--budget", "6"]
     assert main(["chat", files["target"], files["draft"], *words]) == 0
     assert float(re.search(r"acceptance ([\d.]+)\]", capsys.readouterr().out)[1]) > 0.3
