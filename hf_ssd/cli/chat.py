@@ -73,7 +73,6 @@ class Chat:
     def clear(self) -> None:
         """Forgets everything but the system message."""
         self.messages = [{"role": "system", "content": self.args.system}] if self.args.system else []
-        self.text = ""  # the conversation, for models without a chat template
         self._forget_cache()
 
     def _forget_cache(self) -> None:
@@ -81,9 +80,10 @@ class Chat:
         self.cache, self.cached = DynamicCache(config=self.target.config), []
 
     def tokens_after(self, words: str) -> list[int]:
-        if self.tokenizer.chat_template is None:
-            return self.tokenizer(f"{self.text}{words}\n")["input_ids"]
         messages = [*self.messages, {"role": "user", "content": words}]
+        if self.tokenizer.chat_template is None:  # a message ends its line, and the model goes on after it
+            lines = (one["content"] + "\n" * (one["role"] == "user") for one in messages)
+            return self.tokenizer("".join(lines))["input_ids"]
         return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
     def answer(self, words: str) -> str:
@@ -112,7 +112,6 @@ class Chat:
         seconds, new = time.perf_counter() - start, answer.tokens[len(tokens) :]
         text = self.tokenizer.decode(new, skip_special_tokens=True)
         self.messages += [{"role": "user", "content": words}, {"role": "assistant", "content": text}]
-        self.text += f"{words}\n{text}"
         if output is None:
             return f"[stopped after {len(new)} tokens]"
         speed, stats = f"{len(new) / seconds:.1f} tokens/s", output.ssd_stats

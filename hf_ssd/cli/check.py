@@ -163,17 +163,13 @@ def acceptance_of(runs: list[Run]) -> float | None:
 def conclude(methods: dict[str, Method], first: list[Run], planner: Planner, known: dict, skipped: bool) -> Figures:
     """Returns the figures of the pair, or of a target without a draft. `first` holds SSD's runs before these turns."""
     rows = {row["method"]: row for row in rows_of(methods)}
-    assisted = next((name for name in rows if name.startswith(ASSISTED)), None)
+    assisted = next((row for name, row in rows.items() if name.startswith(ASSISTED)), None)
     ssd, runs = rows[SSD], methods[SSD].runs
     records = [record for run in runs for record in run.stats.records]
     looks_up, step, two_tokens = "draft" not in known, None, None
     if any(line.count for line in planner.costs.durations.step.values()) and not looks_up:
         step, two_tokens = (planner.costs.seconds_to_draft(AHEAD, count) for count in (1, 2))
     drafts = sum(record.mode == NO_DRAFT and not record.early for record in records) < len(records) / 2
-    best = {}
-    if assisted is not None:
-        best = {"assisted": rows[assisted]["speed"], "over_assisted": ssd["over plain"] / rows[assisted]["over plain"]}
-        best["assistant_tokens"] = int(assisted.removeprefix(f"{ASSISTED}, "))
     return Figures(
         acceptance=acceptance_of(first + runs),
         hit_rate=ssd["hit rate"],
@@ -191,9 +187,11 @@ def conclude(methods: dict[str, Method], first: list[Run], planner: Planner, kno
         shares_memory=known.get("shares_memory", False),
         load=known["load"],
         failure=next((run.stats.draft_failure for run in reversed(runs) if run.stats.draft_failure), None),
+        assisted=assisted and assisted["speed"],
+        over_assisted=assisted and ssd["over plain"] / assisted["over plain"],
+        assistant_tokens=assisted and int(assisted["method"].removeprefix(f"{ASSISTED}, ")),
         skipped=skipped,
         looks_up=looks_up,
-        **best,
     )
 
 

@@ -67,12 +67,14 @@ def goes_on_as_plain(chat: Chat, words: str) -> None:
     plain = chat.target.generate(tokens, **options, do_sample=False)
     chat.answer(words)
     answer = chat.tokenizer.decode(plain[0, tokens.shape[1] :], skip_special_tokens=True)
-    assert chat.messages[-1] == {"role": "assistant", "content": answer} and chat.text.endswith(f"{words}\n{answer}")
+    assert chat.messages[-1] == {"role": "assistant", "content": answer}
     assert chat.cache.get_seq_length() == len(chat.cached) == plain.shape[1] - 1
 
 
 def test_what_the_text_no_longer_begins_with_is_dropped(chat):
     chat.answer("import os\nimport sys\n")
+    said = chat.messages[-1]["content"]
+    assert chat.tokenizer.decode(chat.tokens_after("def")) == f"import os\nimport sys\n\n{said}def\n"
     cached = list(chat.cached)
     cache = chat._take_cache(cached[:6] + [cached[6] + 1] + cached[7:] + [5])
     assert cache.get_seq_length() == 6 and not chat.cached
@@ -93,7 +95,7 @@ def test_a_chat_with_full_windows_goes_on_when_its_template_changes_an_old_answe
 
 def test_ctrl_c_in_an_answer_keeps_the_answer_so_far_and_the_conversation(chat, monkeypatch, capsys):
     chat.answer("import os\n")
-    before, shows = chat.text, TextStreamer.on_finalized_text
+    before, shows = list(chat.messages), TextStreamer.on_finalized_text
 
     def interrupted(streamer, text, stream_end=False):
         shows(streamer, text, stream_end)
@@ -105,8 +107,8 @@ def test_ctrl_c_in_an_answer_keeps_the_answer_so_far_and_the_conversation(chat, 
     with monkeypatch.context() as patch:
         patch.setattr(TextStreamer, "on_finalized_text", interrupted)
         assert re.fullmatch(r"\[stopped after \d+ tokens\]", chat.answer(words))
-    said = chat.text.removeprefix(f"{before}{words}\n")
-    assert chat.text.startswith(before) and 0 < len(chat.tokenizer(said)["input_ids"]) < 40
+    said = chat.messages[-1]["content"]
+    assert chat.messages[:2] == before and 0 < len(chat.tokenizer(said)["input_ids"]) < 40
     assert capsys.readouterr().out.rstrip().endswith(said.rstrip())
     chat.args.max_new_tokens = 12
     goes_on_as_plain(chat, "\n    def read(self):\n")
@@ -264,7 +266,7 @@ def test_a_warning_does_not_land_inside_the_text_that_is_streamed(chat, monkeypa
     monkeypatch.setattr(sys, "stderr", sys.stdout)  # as a terminal, which shows both
     chat.answer("import os\n")
     text, warnings = capsys.readouterr().out.split("Give the draft", 1)
-    assert text.strip() == chat.text.removeprefix("import os\n\n").strip() and "Give the draft" in warnings
+    assert text.strip() == chat.messages[-1]["content"].strip() and "Give the draft" in warnings
 
 
 def test_stats_say_why_nothing_was_drafted(chat):
