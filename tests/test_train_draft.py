@@ -27,6 +27,7 @@ from hf_ssd.generation.tokenizers import translation_between
 from .helpers.comparing import generate
 from .helpers.families import sharp_model, tiny_config
 from .helpers.programs import PAIR, ROOT, run
+from .helpers.suites import slowly
 from .helpers.tiny import FAMILIES, tiny_model
 from .helpers.vocabularies import byte_level, sentencepiece
 
@@ -142,13 +143,18 @@ def cut(target, layers, kept, texts=None):
     return draft.eval()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+OTHERS = "gemma2 cohere2 granite gpt_oss gptj granitemoehybrid qwen3_next exaone4 stablelm phi3".split()
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *map(slowly, OTHERS)])
 def test_a_draft_of_all_layers_and_some_tokens_is_the_target_on_these_tokens(family):
-    target, kept = tiny_model(family), [5, 3, *range(20, 90)]
-    draft, ids = cut(target, target.config.num_hidden_layers, kept), torch.tensor([kept[4:16]])
-    assert type(draft) is type(target) and draft.config.vocab_size == len(kept)
-    logits = draft(torch.arange(4, 16)[None]).logits
-    torch.testing.assert_close(logits, target(ids).logits[..., kept], atol=1e-4, rtol=1e-3)
+    target = tiny_model(family) if family in FAMILIES else sharp_model(tiny_config(family))
+    kept, layers = [5, 3, *range(20, 90)], target.config.num_hidden_layers
+    whole, part = (cut(target, count, kept) for count in (layers, layers - 1))
+    assert type(whole) is type(target) and whole.config.vocab_size == len(kept)
+    ids, logits = torch.arange(4, 16)[None], target(torch.tensor([kept[4:16]])).logits[..., kept]
+    torch.testing.assert_close(whole(ids).logits, logits, atol=1e-4, rtol=1e-3)
+    assert part.config.num_hidden_layers == layers - 1 and part(ids).logits.shape == logits.shape
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -165,20 +171,6 @@ def test_a_draft_has_the_last_layers_of_its_target(family):
         target.get_input_embeddings().weight.copy_(draft.get_input_embeddings().weight)
     ids = torch.tensor([[7, 50, 31, 8, 8, 90, 11, 12, 45]])
     torch.testing.assert_close(draft(ids, use_cache=False).logits, target(ids, use_cache=False).logits)
-
-
-CUTTABLE = "gemma2 cohere2 granite gpt_oss gptj granitemoehybrid qwen3_next exaone4 stablelm phi3".split()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CUTTABLE)
-def test_a_draft_can_be_cut_out_of_each_kind_of_model(name):
-    target, kept = sharp_model(tiny_config(name)), [5, 3, *range(20, 90)]
-    layers = target.config.num_hidden_layers
-    part, ids = cut(target, layers - 1, kept), torch.arange(4, 16)[None]
-    assert part.config.num_hidden_layers == layers - 1 and part(ids).logits.shape == (1, 12, len(kept))
-    theirs = target(torch.tensor([kept[4:16]])).logits[..., kept]
-    assert (cut(target, layers, kept)(ids).logits - theirs).abs().max() < 1e-3 * theirs.abs().max()
 
 
 def test_a_token_of_a_draft_begins_with_the_mean_of_its_hidden_states():
@@ -271,9 +263,6 @@ def test_training_by_the_clock_ends_and_goes_on_with_the_time_that_is_left(tmp_p
     assert 5 < first < 30 and figures
     assert train(30) == first  # there is no time left
     assert first < train(60) < 3 * first
-
-
-# ---------------------------------------------------------------- how long it takes
 
 
 def test_an_estimate_names_both_rates_what_the_minutes_give_and_minutes_that_suffice():
