@@ -35,7 +35,7 @@ class Models:
             config = hf_ssd.SSDConfig(**matrix.SETTINGS[setting], asynchronous=asynchronous, verification=rule)
             speculation = {"assistant_model": self.assistant if asynchronous else self.draft, "ssd_config": config}
             speculation |= pair.options
-        options = {"max_new_tokens": 24, "return_dict_in_generate": True, **matrix.OPTIONS[option], **options}
+        options = {"max_new_tokens": 24, "return_dict_in_generate": True, **options, **matrix.OPTIONS[option]}
         if "prompt" in options:
             inputs = padded_batch(rows, options.pop("prompt"))
         inputs["input_ids"] %= pair.vocabulary
@@ -138,7 +138,6 @@ def test_greedy_tokens_are_those_of_plain_generate(make, pair, setting, option, 
     models = make(pair)
     is_short = rows > 1 and option not in matrix.NOTHING  # rows of which one soon accepts a token
     more = {"max_new_tokens": 50 if is_planned else 40 if is_usual else 16 if is_short else 24}
-    more = {name: number for name, number in more.items() if name not in matrix.OPTIONS[option]}
     more |= {"output_scores": True} if option in matrix.CALLBACKS else {}
     plain = models.once(option, rows, do_sample=False, **more)
     for asynchronous in (True, False) if is_of_pairs else (True,):
