@@ -69,7 +69,7 @@ def test_a_seed_has_numbers_of_its_own():
     assert not any(torch.equal(noise, other.exponential(place_of(BONUS, *p))) for noise, p in zip(first, PLACES))
 
 
-def test_numpy_and_torch_compute_the_same(monkeypatch):
+def test_numpy_and_torch_compute_the_same():
     """The CPU's numbers come from numpy, those of other devices from torch."""
     where = place_of(BONUS, 1, 2, 3) + torch.arange(1000)
     on_cpu = Noise(5, 1).uniform(where)
