@@ -63,11 +63,10 @@ class Answer(TextStreamer):
 
 
 class Chat:
-    """A conversation with an enabled target. `tokenizers` are those of generate(), if the draft has its own."""
+    """A conversation with an enabled target. The options are those of generate() that say what drafts for it."""
 
-    def __init__(self, args, target, assistant, tokenizer, config=None, tokenizers=None):
-        self.args, self.target, self.tokenizer = args, target, tokenizer
-        self.options = {"assistant_model": assistant, "ssd_config": config or hf_ssd.SSDConfig(), **(tokenizers or {})}
+    def __init__(self, args, target, tokenizer, **options):
+        self.args, self.target, self.tokenizer, self.options = args, target, tokenizer, options
         self.clear()
 
     def clear(self) -> None:
@@ -149,7 +148,7 @@ def run(args: argparse.Namespace) -> int:
     set_seed(args.seed)
     target = hf_ssd.enable(found.target.load())
     with found.launch_draft(target) as assistant:
-        chat = Chat(args, target, assistant, tokenizer, found.config, found.tokenizers)
+        chat = Chat(args, target, tokenizer, assistant_model=assistant, ssd_config=found.config, **found.tokenizers)
         print("Type a message, or /help.")
         while True:
             words = None

@@ -44,10 +44,14 @@ def embedded_worker(embedded):
         yield assistant
 
 
+def chat_of(target, tokenizer, draft, max_new_tokens: int) -> Chat:
+    args = SimpleNamespace(system=None, temperature=0.0, max_new_tokens=max_new_tokens)
+    return Chat(args, target, tokenizer, assistant_model=draft, ssd_config=hf_ssd.SSDConfig())
+
+
 @pytest.fixture
 def chat(embedded, embedded_worker):
-    target, _, tokenizer = embedded
-    return Chat(SimpleNamespace(system=None, temperature=0.0, max_new_tokens=12), target, embedded_worker, tokenizer)
+    return chat_of(embedded[0], embedded[2], embedded_worker, max_new_tokens=12)
 
 
 def test_a_conversation():
@@ -86,8 +90,7 @@ def test_a_chat_with_full_windows_goes_on_when_its_template_changes_an_old_answe
     its_tokenizer = tokenizer(TARGET)
     its_tokenizer.chat_template = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
     target = hf_ssd.enable(tiny_model(family, vocab_size=len(TARGET)))
-    args = SimpleNamespace(system=None, temperature=0.0, max_new_tokens=10)
-    chat = Chat(args, target, tiny_draft(family, vocab_size=len(TARGET)), its_tokenizer)
+    chat = chat_of(target, its_tokenizer, tiny_draft(family, vocab_size=len(TARGET)), max_new_tokens=10)
     chat.answer("hello")
     chat.messages[-1]["content"] = chat.messages[-1]["content"][:-2] + "..."
     goes_on_as_plain(chat, "again")
