@@ -5,16 +5,11 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 
 from hf_ssd import noise
 from hf_ssd.config import LONGEST_LOOKAHEAD
 from hf_ssd.drafting.sampling import draw
 from hf_ssd.noise import ACCEPTANCE, BONUS, DRAFTED, FALLBACK, STEP, Noise, check_fits, places, splitmix
-
-from .helpers.sampled_strings import chi_square, power_of
-
-PLACES = [(0, 5, 0), (3, 5, 0), (0, 6, 0), (0, 5, 1), (2, 1000, 3)]
 
 
 def test_numbers_are_those_of_splitmix64():
@@ -28,9 +23,9 @@ def place_of(purpose, *place):
     return places(purpose, *torch.tensor(place))
 
 
-def test_no_two_places_share_a_number():
-    everywhere = itertools.product((DRAFTED, BONUS, ACCEPTANCE, FALLBACK), (0, 1, 4095), (0, 1, 2**22 - 1), (0, 1, 64))
-    tokens = (0, 1, 2**19, 2**20 - 1)
+def test_no_two_places_of_the_largest_call_share_a_number():
+    depths, tokens = (0, 1, LONGEST_LOOKAHEAD), (0, 1, 2**19, 2**20 - 1)
+    everywhere = itertools.product((DRAFTED, BONUS, ACCEPTANCE, FALLBACK), (0, 1, 4095), (0, 1, 2**22 - 1), depths)
     indices = [int(place_of(*place)) + token for place, token in itertools.product(everywhere, tokens)]
     numbers = splitmix(torch.tensor(indices) * STEP + 7).tolist()
     assert len(set(numbers)) == len(set(indices)) == 4 * 3**3 * 4
@@ -41,32 +36,12 @@ def test_an_index_with_a_bit_less_is_noticed(monkeypatch, bits):
     """The mutant for the test above."""
     monkeypatch.setattr(noise, bits, getattr(noise, bits) - 1)
     with pytest.raises(AssertionError):
-        test_no_two_places_share_a_number()
+        test_no_two_places_of_the_largest_call_share_a_number()
 
 
-LARGEST = {"rows": 4096, "positions": 2**22, "vocab_size": 2**20}  # the last of each are places of the tests above
-BEYOND = {  # the next place, and the one that has its number
-    "rows": (place_of(BONUS, 4096, 5, 1), place_of(DRAFTED, 4096, 5, 1)),
-    "positions": (place_of(BONUS, 0, 2**22, 1), place_of(BONUS, 1, 0, 1)),
-    "vocab_size": (place_of(BONUS, 0, 5, 1) + 2**20, place_of(BONUS, 0, 5, 2)),
-}
-
-
-@pytest.mark.parametrize("name", LARGEST)
-def test_a_call_whose_places_would_share_a_number_is_refused(name):
-    check_fits(**LARGEST)
-    assert int(BEYOND[name][0]) == int(BEYOND[name][1])
-    with pytest.raises(ValueError, match=f"with up to {LARGEST[name]:,} .*, and not {LARGEST[name] + 1:,}; "):
-        check_fits(**{**LARGEST, name: LARGEST[name] + 1})
-    assert int(place_of(BONUS, 0, 0, LONGEST_LOOKAHEAD)) < int(place_of(BONUS, 0, 1, 0))
-
-
-def test_a_seed_has_numbers_of_its_own():
-    one, same, other = Noise(7, 11), Noise(7, 11), Noise(8, 11)
-    first = [one.exponential(place_of(BONUS, *place)) for place in PLACES]
-    again = [same.exponential(place_of(BONUS, *place)) for place in reversed(PLACES)]
-    assert all(torch.equal(*pair) for pair in zip(first, reversed(again)))
-    assert not any(torch.equal(noise, other.exponential(place_of(BONUS, *p))) for noise, p in zip(first, PLACES))
+def test_the_largest_call_is_taken():
+    """Larger calls are refused: see `tests/conformance/test_errors.py`."""
+    check_fits(rows=4096, positions=2**22, vocab_size=2**20)
 
 
 def test_numpy_and_torch_compute_the_same():
@@ -88,41 +63,6 @@ def test_the_smallest_and_the_largest_number_are_possible_ones(monkeypatch):
         assert drawn.uniform(place).dtype == torch.float32 and 0 < drawn.uniform(place) < 1
         assert torch.equal(drawn.exponential(place), in_float64)
         monkeypatch.undo()
-
-
-# ---------------------------------------------------------------- the distribution
-
-
-def draws(probabilities, starts):
-    where = places(DRAFTED, torch.arange(20)[:, None, None], starts[:, None], torch.arange(5)).flatten()
-    return draw(probabilities, Noise(1, len(probabilities)).exponential(where))
-
-
-def fits(measure, starts):
-    """Of single tokens and of pairs of neighbours."""
-    probabilities = torch.tensor([0.5, 0.3, 0.2, 0.0], dtype=torch.float64)
-    tokens = draws(probabilities, starts)
-    counts = torch.bincount(tokens, minlength=4)
-    assert counts[3] == 0
-    pairs = torch.bincount(tokens[:-1] * 3 + tokens[1:], minlength=9)
-    of_pairs = torch.outer(probabilities[:3], probabilities[:3]).flatten()
-    return measure(counts, probabilities), measure(pairs, of_pairs)
-
-
-def test_draws_follow_the_distribution_and_neighbours_are_independent():
-    assert min(fits(chi_square, torch.arange(100))) > 1e-3
-
-
-def test_noise_that_is_the_same_at_several_places_is_noticed():
-    """The mutant for the test above."""
-    assert max(fits(power_of, torch.zeros(100, dtype=torch.long))) > 0.99
-
-
-def test_acceptance_is_uniform_and_does_not_go_with_the_bonus_token():
-    where = [places(purpose, torch.arange(50)[:, None], torch.arange(100), 0) for purpose in (ACCEPTANCE, BONUS)]
-    uniform, bonus = Noise(3, 1).uniform(where[0]).flatten(), Noise(3, 1).exponential(where[1]).flatten()
-    assert stats.kstest(uniform, "uniform").pvalue > 1e-3 and stats.kstest(bonus, "expon").pvalue > 1e-3
-    assert abs(float(torch.corrcoef(torch.stack([uniform, bonus.double()]))[0, 1])) < 4 / 5000**0.5
 
 
 def unlikely_tokens_drawn():
