@@ -65,7 +65,7 @@ class Answer(TextStreamer):
 class Chat:
     """A conversation with an enabled target. The options are those of generate() that say what drafts for it."""
 
-    def __init__(self, args, target, tokenizer, **options):
+    def __init__(self, args, target, tokenizer, options: dict):
         self.args, self.target, self.tokenizer, self.options = args, target, tokenizer, options
         self.clear()
 
@@ -148,7 +148,8 @@ def run(args: argparse.Namespace) -> int:
     set_seed(args.seed)
     target = hf_ssd.enable(found.target.load())
     with found.launch_draft(target) as assistant:
-        chat = Chat(args, target, tokenizer, assistant_model=assistant, ssd_config=found.config, **found.tokenizers)
+        options = {"assistant_model": assistant, "ssd_config": found.config, **found.tokenizers}
+        chat = Chat(args, target, tokenizer, options)
         print("Type a message, or /help.")
         while True:
             words = None

@@ -46,7 +46,7 @@ def embedded_worker(embedded):
 
 def chat_of(target, tokenizer, draft, max_new_tokens: int) -> Chat:
     args = SimpleNamespace(system=None, temperature=0.0, max_new_tokens=max_new_tokens)
-    return Chat(args, target, tokenizer, assistant_model=draft, ssd_config=hf_ssd.SSDConfig())
+    return Chat(args, target, tokenizer, {"assistant_model": draft, "ssd_config": hf_ssd.SSDConfig()})
 
 
 @pytest.fixture
