@@ -15,7 +15,6 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 from ..cache.kept_prefixes import AUTO, KeptPrefixes
 from ..cache.support import without_wrapper
-from ..cache.trial import check_supported
 from ..config import COUPLED, SSDConfig
 from ..drafting.resolver import ResolvedDraft
 from ..stats import SSDDecoderOnlyOutput
@@ -27,7 +26,6 @@ from .request import Request, make_request
 from .running_rows import Cancelled, RunningRows
 from .target import Target
 from .tokenizers import translation_for
-from .trees import widest
 
 LOOK = 0.5  # seconds between two looks whether the thread that decodes is alive
 END_TIMEOUT = 60.0  # seconds for that thread to reach its next round
@@ -94,9 +92,8 @@ class ContinuousBatching:
         check_joining(model)
         config = dataclasses.replace(config, verification=COUPLED, cuda_graphs=False)
         resolved = resolved if config.lookahead else ResolvedDraft()
-        check_supported(model, rows=max_rows, lookahead=widest(config), pack_weights=config.pack_weights)
         self.translation = translation_for(model, resolved, tokenizer, assistant_tokenizer)
-        self.pair, self.max_rows = Pair(model, resolved, config, uses_q=False), max_rows
+        self.pair, self.max_rows = Pair(model, resolved, config, uses_q=False, rows=max_rows), max_rows
         # A head needs the hidden states of all tokens, which nobody keeps.
         self.keep_prefixes = 0 if resolved.reads else AUTO if keep_prefixes == "auto" else keep_prefixes
         self.kept_of_draft = KeptPrefixes()  # if it is in this process

@@ -44,7 +44,8 @@ from .trees import config_for_trees, verify_tree, widest
 class Pair:
     """A target and the draft of its calls: a `worker`, which is started here, a model in this process, or both."""
 
-    def __init__(self, model: PreTrainedModel, resolved: ResolvedDraft, config: SSDConfig, uses_q: bool):
+    def __init__(self, model: PreTrainedModel, resolved: ResolvedDraft, config: SSDConfig, uses_q: bool, rows: int):
+        check_supported(model, rows=rows, lookahead=widest(config), pack_weights=config.pack_weights)
         self.model, self.resolved = model, resolved
         self.vocab_size = model.config.get_text_config(decoder=True).vocab_size
         config = config if resolved.takes_worker else dataclasses.replace(config, asynchronous=False)
@@ -95,8 +96,7 @@ def speculative_speculative_decoding(
     settings = Settings(logits_processor, stopping_criteria, generation_config, ssd_config, is_bound)
     resolved = resolved if ssd_config.lookahead else ResolvedDraft()  # nobody is asked
     check_generation(model, input_ids, settings, model_kwargs, resolved.model)
-    check_supported(model, rows=len(input_ids), lookahead=widest(ssd_config), pack_weights=ssd_config.pack_weights)
-    pair = Pair(model, resolved, ssd_config, settings.uses_q)
+    pair = Pair(model, resolved, ssd_config, settings.uses_q, rows=len(input_ids))
     settings = dataclasses.replace(settings, config=pair.config)
     sequences = Sequences(input_ids, settings, model_kwargs.get("attention_mask"))
     request = pair.request(settings.of_the_draft, sequences.prompts, translation)
@@ -145,7 +145,7 @@ def decode(target: Target, rows, draft: FaultTolerantDraft, logits: torch.Tensor
         # 3. Send the outcome with the planner's plan before anything else is done. All ranks get the leader's outcome.
         seconds = time.perf_counter() - received
         if target.states is not None and record is not None:
-            target.take_in(outcome)
+            target.states.add(decoder.features, outcome.accepted)
         if rows.join:
             rows.admit(draft)
         outcome = draft.send_outcome(outcome, target.states)

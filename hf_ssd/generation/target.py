@@ -15,7 +15,6 @@ from ..cache.row_store import RowStore
 from ..cache.support import empty_cache, last_position_limit
 from ..config import SSDConfig
 from ..devices import from_host
-from ..rounds import Outcome
 from .sequences import kept_columns
 from .settings import Settings
 
@@ -110,10 +109,6 @@ class Target:
         if self.decoder.features is not None:
             index = from_host([[0, *[node + 1 for node in path]] for path in paths], self.decoder.features.device)
             self.decoder.features = self.decoder.features[torch.arange(len(index))[:, None], index]
-
-    def take_in(self, outcome: Outcome) -> None:
-        """Keeps the hidden states of the tokens that are verified."""
-        self.states.add(self.decoder.features, outcome.accepted)
 
     def verify_alone(self, rows: list[int], place: int) -> torch.Tensor:
         """
