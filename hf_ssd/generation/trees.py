@@ -27,18 +27,13 @@ NO_TOKEN = -1  # on a path that is shorter than others
 class Tree:
     """The nodes of each row: `tokens` `(batch_size, N)` and their `parents`, -1 for the last verified token."""
 
-    def __init__(self, tokens: list[list[int]], parents: list[list[int]], lookahead: int):
-        self.tokens, self.parents, self.lookahead = tokens, parents, lookahead
-
-    @classmethod
-    def of(cls, speculation: Speculation) -> "Tree":
-        """Returns the tree of a speculation, whose tokens are its trunk."""
-        trunk, most = len(speculation.tokens[0]), max(map(len, speculation.siblings))
+    def __init__(self, speculation: Speculation):
+        self.lookahead, most = len(speculation.tokens[0]), max(map(len, speculation.siblings))
         rows = zip(speculation.tokens, speculation.siblings)
         # A row with fewer siblings is filled with copies of its first drafted token, which are on no path.
         pairs = [[*own, *[(0, row[0])] * (most - len(own))] for row, own in rows]
-        tokens = [[*row, *[token for _, token in own]] for row, own in zip(speculation.tokens, pairs)]
-        return cls(tokens, [[*range(-1, trunk - 1), *[depth - 1 for depth, _ in own]] for own in pairs], trunk)
+        self.tokens = [[*row, *[token for _, token in own]] for row, own in zip(speculation.tokens, pairs)]
+        self.parents = [[*range(-1, self.lookahead - 1), *[depth - 1 for depth, _ in own]] for own in pairs]
 
     def ancestors(self) -> np.ndarray:
         """What each token sees, itself included: `(batch_size, N + 1, N + 1)`, the last verified token first."""
@@ -64,7 +59,7 @@ class Tree:
 
 def verify_tree(target, rows, speculation: Speculation) -> tuple[torch.LongTensor, torch.Tensor]:
     """Feeds the trees. Returns the tokens of a path of each, and its raw logits, which are decided like a chain."""
-    tree, record = Tree.of(speculation), speculation.record
+    tree, record = Tree(speculation), speculation.record
     sees = tree.ancestors()
     logits = target.verify_tree(tree.tokens, sees)
     paths = tree.paths(rows.choices(logits, sees.sum(-1) - 1))
@@ -82,7 +77,7 @@ def verify_tree(target, rows, speculation: Speculation) -> tuple[torch.LongTenso
 def widest(config: SSDConfig) -> int:
     """Returns the most drafted tokens of a row that a pass verifies."""
     longest = max(LOOKAHEADS) if config.lookahead == "auto" else config.lookahead
-    return max(longest, nodes_of(config)) if nodes_of(config) else longest
+    return max(longest, nodes_of(config))
 
 
 def config_for_trees(config: SSDConfig, model: PreTrainedModel, uses_q: bool, worker) -> SSDConfig:
