@@ -131,9 +131,9 @@ def mixed():
     return [{**one, "do_sample": True, **own} for one, own in zip(greedy(), options)]
 
 
-def coupled(target, draft):
+def coupled(target, draft, **settings):
     """A call of its own, which samples coupled and drafts in turn, and the counts that it accepts."""
-    config = SSDConfig(**MODES[IN_TURN], verification="coupled")
+    config = SSDConfig(**{**MODES[IN_TURN], "verification": "coupled", **settings})
 
     def alone(number, one):
         torch.manual_seed(number)
@@ -433,11 +433,8 @@ KINDS = {  # the draft, how its worker is launched, settings, and what the batch
 }
 
 
-SLOW_KINDS = ("several drafts", "n-grams after a miss", "random tokens after a miss")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] * (k in SLOW_KINDS)) for k in KINDS])
+@pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_every_kind_of_draft_join(kind, target):
     make, launch, more, tokenizers = KINDS[kind]
     config, requests = SSDConfig(**MODES[AHEAD], **more), greedy(tokens=(40, 30, 30, 30, 30))

@@ -20,31 +20,30 @@ from ..helpers.preparing import preparing
 from ..helpers.suites import quick_first
 from ..helpers.thread_worker import ThreadWorker
 from ..helpers.tiny import tiny_draft, tiny_model
-from .test_continuous import MODES, After, accepted_counts, all_results, equal_to_alone, mixed, plainly, run
+from .test_continuous import MODES, After, accepted_counts, all_results, coupled, equal_to_alone, mixed, plainly, run
+
+OPTIONS = {**MODES[IN_TURN], "on_draft_failure": "raise"}
 
 
 def eagle3():
     target = hf_ssd.enable(tiny_model())
-    return target, tiny_head(target), {"budget": 8}
+    return target, tiny_head(target), OPTIONS
 
 
 def mtp():
     target = hf_ssd.enable(tiny_model())
     loading._heads[target] = {MtpHead: tiny_mtp_head(target)}  # as if it had been loaded from the checkpoint
-    return target, None, {"drafter": "mtp"}
+    return target, None, {**OPTIONS, "drafter": "mtp", "budget": "auto"}
 
 
 def dflash():
     target = hf_ssd.enable(tiny_model())
-    return target, dflash_draft(target), {}
+    return target, dflash_draft(target), OPTIONS
 
 
 def gemma4():
     target = hf_ssd.enable(gemma4_target())
-    return target, gemma4_assistant(target), {}
-
-
-OPTIONS = {"lookahead": 3, "on_draft_failure": "raise"}
+    return target, gemma4_assistant(target), OPTIONS
 
 
 def hot():
@@ -52,27 +51,17 @@ def hot():
     return [{**one, "temperature": 3.0} if one["do_sample"] else one for one in mixed()]
 
 
-def alone(target, draft, requests, **settings):
-    """Calls of their own, coupled and in turn: their texts, the counts that they accept, and what is drafted."""
-    config = SSDConfig(**OPTIONS, **settings, asynchronous=False, verification="coupled")
-    outputs = []
-
-    def calls():
-        for number, one in enumerate(requests):
-            torch.manual_seed(number)
-            options = {"assistant_model": draft, "ssd_config": config, "return_dict_in_generate": True}
-            outputs.append(target.generate(**one, **options))
-
-    drafted = drafted_in(calls)
-    counts = [[record.accepted for record in one.ssd_stats.records] for one in outputs]
-    return [one.sequences for one in outputs], dict(enumerate(counts)), drafted
+def alone(target, draft, settings, requests):
+    """Calls of their own: their texts, the counts that they accept, and what is drafted."""
+    call, texts = coupled(target, draft, **settings), []
+    drafted = drafted_in(lambda: texts.extend(call(number, one) for number, one in enumerate(requests)))
+    return texts, call.accepted, drafted
 
 
 def is_as_alone(pair, expected):
     """Whether texts are those of calls alone, and whether accepted counts and drafted tokens are."""
     (target, draft, settings), (texts, counts, drafted), found = pair, expected, []
-    options = {**OPTIONS, **settings, "asynchronous": False}
-    in_batch = drafted_in(lambda: found.extend(run(target, draft, hot(), options, seeds=range(5))))
+    in_batch = drafted_in(lambda: found.extend(run(target, draft, hot(), settings, seeds=range(5))))
     assert [one.error for one in found] == [None] * 5
     assert {record.mode for one in found for record in one.stats.records} == {IN_TURN}
     is_equal = all(torch.equal(one.output, text) for one, text in zip(found, texts))
@@ -83,7 +72,7 @@ def is_as_alone(pair, expected):
 
 @pytest.mark.parametrize("make", [eagle3, mtp, dflash, pytest.param(gemma4, marks=pytest.mark.slow)])
 def test_a_head_drafts_for_a_row_what_it_drafts_alone(make):
-    expected = alone(*(pair := make())[:2], hot(), **pair[2])
+    expected = alone(*(pair := make()), hot())
     assert sum(sum(count) for counts in expected[1].values() for count in counts) > 10 and len(expected[2]) > 50
     assert is_as_alone(pair, expected) == (True, True)
 
@@ -126,7 +115,7 @@ def before_the_features(monkeypatch):
     quick_first([(of_the_earlier_row, eagle3), (states_of_the_earlier_row, dflash), (before_the_features, eagle3)]),
 )
 def test_mistakes_are_noticed(mutant, make, monkeypatch):
-    expected = alone(*(pair := make())[:2], hot(), **pair[2])
+    expected = alone(*(pair := make()), hot())
     mutant(monkeypatch)
     assert is_as_alone(pair, expected) == (True, False)
 
@@ -134,11 +123,10 @@ def test_mistakes_are_noticed(mutant, make, monkeypatch):
 def test_rows_join_while_the_head_prepares(monkeypatch):
     """Just in time it drafts what it drafts in turn, after hits too."""
     target, head, settings = eagle3()
-    texts, _, drafted = alone(target, head, hot(), **settings)
+    texts, _, drafted = alone(target, head, settings, hot())
     found = []
     with preparing() as hits:
-        options = {**OPTIONS, **settings, "asynchronous": False}
-        ours = drafted_in(lambda: found.extend(run(target, head, hot(), options, seeds=range(5))))
+        ours = drafted_in(lambda: found.extend(run(target, head, hot(), settings, seeds=range(5))))
     assert all(torch.equal(one.output, text) for one, text in zip(found, texts))
     common = drafted.keys() & ours.keys()
     assert sum(hits) > 3 and len(common) > 40 and all(drafted[text] == ours[text] for text in common)
@@ -146,7 +134,7 @@ def test_rows_join_while_the_head_prepares(monkeypatch):
 
 def test_rows_join_a_worker_with_a_head():
     target, head, settings = eagle3()
-    texts, *_ = alone(target, head, hot(), **settings)
+    texts, *_ = alone(target, head, settings, hot())
     with hf_ssd.launch_draft(head, num_threads=1) as assistant:
         is_equal, records = equal_to_alone(
             target, assistant, MODES[AHEAD], lambda number, _: texts[number], hot(), seeds=range(5)
@@ -157,7 +145,7 @@ def test_rows_join_a_worker_with_a_head():
 
 def test_a_worker_takes_features_of_long_prompts(monkeypatch):
     """Their message is larger than others may be."""
-    target, head, settings = eagle3()
+    target, head, _ = eagle3()
     monkeypatch.setattr(transport, "LARGEST_PAYLOAD", 10_000)
     with DraftAssistant([ThreadWorker(head)]) as assistant:
         config = SSDConfig(lookahead=3, budget=8, on_draft_failure="raise")
@@ -171,7 +159,7 @@ def test_a_draft_that_takes_over_gets_all_features(monkeypatch):
     """The first draft fails while rows are decoded; the next request that joins brings another, which reads all."""
     target, head, settings = eagle3()
     requests = [{**one, "max_new_tokens": n} for one, n in zip(hot()[:2], (60, 20))]
-    texts, _, drafted = alone(target, head, requests, **settings)
+    texts, _, drafted = alone(target, head, settings, requests)
     config, look_up, seen = SSDConfig(lookahead=3, asynchronous=False), Speculator.look_up, []
 
     def failing(self, *told):
@@ -181,7 +169,6 @@ def test_a_draft_that_takes_over_gets_all_features(monkeypatch):
         return look_up(self, *told)
 
     monkeypatch.setattr(Speculator, "look_up", failing)
-    ours = {}
     with hf_ssd.continuous_batching(target, head, config, max_rows=2) as manager:
 
         def join():
@@ -206,8 +193,8 @@ def test_a_draft_that_takes_over_gets_all_features(monkeypatch):
 def test_the_layer_of_the_target_drafts_after_a_miss():
     """The fallback follows the texts of all rows, beside a draft that reads tokens alone."""
     target, _, settings = mtp()
-    texts, _, drafted = alone(target, None, hot(), **settings)
-    found, options = [], {**OPTIONS, "budget": 3, "fallback": "mtp", "asynchronous": False}
+    texts, _, drafted = alone(target, None, settings, hot())
+    found, options = [], {**OPTIONS, "budget": 3, "fallback": "mtp"}
     with preparing():
         ours = drafted_in(lambda: found.extend(run(target, tiny_draft(), hot(), options, seeds=range(5))))
     assert all(torch.equal(one.output, text) for one, text in zip(found, texts))
