@@ -127,7 +127,7 @@ def _process_together(
     scores: torch.Tensor,
     histories: torch.LongTensor | None,  # (..., columns)
     lengths: torch.LongTensor,  # (...)
-    rows: list[int] | None = None,  # of the batch, to which these belong
+    rows: list[int] | None = None,  # of the batch, to which these belong; `None` for branches
 ) -> torch.Tensor | None:
     """Processes scores `(positions, vocab_size)` in one call, or returns `None` if it takes one for each length."""
     kind = type(processor)
@@ -141,9 +141,8 @@ def _process_together(
         return torch.where(from_host(is_short, scores.device), processor(no_tokens, scores), scores)
     if kind is RepetitionPenaltyLogitsProcessor and not isinstance(processor.prompt_ignore_length, int):
         columns, padding = torch.arange(histories.shape[-1], device=histories.device), processor.prompt_ignore_length
-        if padding is not None:
-            padding = padding if rows is None else padding[from_host(rows, padding.device)]
-            padding = padding.to(columns.device).view(-1, *[1] * (histories.dim() - 1))
+        if padding is not None:  # of rows of the batch, not of branches
+            padding = padding[from_host(rows, padding.device)].to(columns.device)[:, None, None]
             histories = histories.masked_fill(columns < padding, scores.shape[-1])  # not the id of a token
         # The penalty does not depend on how often or where a token occurs, so the last token can be repeated.
         last = from_host(lengths, histories.device)[..., None] - 1
