@@ -7,7 +7,6 @@ ROUNDS_SHOWN = 12
 
 
 def plot_timeline(stats, path, rounds: range | None = None) -> None:
-    """Draws the work of the target above the work of the draft, like Figure 1 of the paper."""
     from matplotlib.figure import Figure  # imported here because only plots need it
     from matplotlib.patches import Patch
 

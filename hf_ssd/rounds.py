@@ -186,7 +186,6 @@ class Speculation:
 
     @classmethod
     def empty(cls, rows: int) -> "Speculation":
-        """Returns a speculation without tokens."""
         return cls([[] for _ in range(rows)], None, RoundRecord(sources=[NOTHING] * rows))
 
 

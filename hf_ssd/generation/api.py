@@ -202,7 +202,6 @@ def bound_to(model: PreTrainedModel) -> tuple:
 
 
 def _takes_no_draft(ssd_config) -> bool:
-    """Whether the settings name a drafter that takes no draft model."""
     return getattr(settings_of(ssd_config), "drafter", None) in WITHOUT_DRAFT
 
 

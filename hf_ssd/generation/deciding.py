@@ -55,8 +55,7 @@ class CallRows:
         self.streams = streamer is not None
         self.stream = Stream(streamer, sequences) if self.streams else None
         self.on_logits = getattr(streamer, "on_logits", None)  # see [`RoundStreamer`]
-        self.wants_scores = self.wants_dict and options.output_scores
-        wants = {"scores": self.wants_scores, "logits": self.wants_dict and options.output_logits}
+        wants = {"scores": options.output_scores, "logits": options.output_logits} if self.wants_dict else {}
         # What the tokens of each row were chosen from, (vocab_size,) each. Rows may advance by different amounts.
         self.steps = {name: [[] for _ in sequences.prompts] for name, is_wanted in wants.items() if is_wanted}
         self.stats = SSDStats(sequences.batch_size, adjustable=adjustable(settings.config, self.uses_q))
@@ -114,7 +113,7 @@ class CallRows:
             self.stream.streamer.end()
         kept = sum(map(sequences.kept, range(sequences.batch_size)))
         self.stats.generated_tokens = kept - sequences.batch_size * sequences.prompt_length
-        return sequences.finish()
+        return sequences.as_in_plain_generation(sequences.final_length).clone()
 
     def result(self, sequences: torch.LongTensor, **cache) -> torch.LongTensor | SSDDecoderOnlyOutput:
         """Returns what `generate()` would with the output of [`~CallRows.finish`]."""
@@ -170,12 +169,12 @@ class CallRows:
         rows, drafted = range(len(logits)), following[:, :-1]
         size = max(1, SLICE_BYTES // (4 * logits[0].numel()))
         outcomes = [drafted.new_zeros(3, 0 if self.ranks.is_leader else len(rows))]
-        for start in range(0, len(rows), size) if self.ranks.is_leader or self.wants_scores else ():
+        for start in range(0, len(rows), size) if self.ranks.is_leader or "scores" in self.steps else ():
             part = slice(start, start + size)
             scores = process_positions(
                 self.processors, logits[part], self.sequences.ids, self.sequences.lengths, rows[part]
             )
-            if self.wants_scores:
+            if "scores" in self.steps:
                 kept.extend(scores)
             if self.ranks.is_leader:
                 of_part = None if q is None else q[part]

@@ -91,7 +91,7 @@ class FaultTolerantDraft:
                 self.told, self.seated = [0] * len(self.texts), set()
             self.proposers.begin_session(self._request_now)
             if self.model is None:
-                self.positions = getattr(self.assistant, "positions", None)
+                self.positions = self.assistant.positions
         if self.session is None:
             self.joined_at = None
         elif self.joined_at is None:
@@ -186,7 +186,6 @@ class FaultTolerantDraft:
         return features.between(starts, self.read)
 
     def receive_speculation(self) -> Speculation:
-        """Returns the speculation to verify next."""
         self.rounds += 1
         speculation = None
         if self.decides:

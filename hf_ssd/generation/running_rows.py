@@ -143,7 +143,6 @@ class RunningRows:
     # ---------------------------------------------------------------- joining and leaving
 
     def planner(self, rows: int):
-        """Returns a planner for rounds of so many rows."""
         self.planned_rows = rows
         return self.pair.planner(dataclasses.replace(self.pair.kind(rows, max(self.lengths)), ends_together=False))
 
@@ -212,7 +211,6 @@ class RunningRows:
             draft.join(row, request.prompt[: request.read], None, request.seed)
 
     def end_all(self, error: BaseException) -> None:
-        """Ends all requests, also those that wait."""
         while self.waiting:
             self.waiting.popleft().end(error)
         self.kept.close()

@@ -150,10 +150,6 @@ class Sequences:
         """How many columns of the output are certain: the columns that plain generation would have by now."""
         return min(self._sure_length, self.judged + 1) if self.by_batch else self._sure_length
 
-    def finish(self) -> torch.LongTensor:
-        """Returns the output of shape `(batch_size, final length)`, rows that stopped earlier padded on the right."""
-        return self.as_in_plain_generation(self.final_length).clone()
-
 
 def kept_columns(attention_mask: torch.Tensor, length: int) -> torch.BoolTensor:
     """Returns which of the last `length` columns are tokens `(batch_size, length)`; the last column always is."""

@@ -80,7 +80,6 @@ class Stream:
         self.columns = sequences.prompt_length
 
     def update(self, stats: SSDStats) -> None:
-        """Streams the new tokens."""
         if isinstance(self.streamer, BatchStreamer):
             for row, before in enumerate(self.lengths):
                 self.lengths[row] = length = self.sequences.settled(row)
