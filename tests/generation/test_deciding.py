@@ -19,7 +19,7 @@ HISTORY = {"repetition_penalty": 1.5, "no_repeat_ngram_size": 2, "encoder_repeti
 CASES = {  # settings and options of a call
     "none": ({}, {}),
     "warpers": ({}, {"top_k": 40, "top_p": 0.9}),
-    "history": ({}, {**HISTORY, "top_k": 40, "min_length": 20, "eos_token_id": 3}),
+    "history": ({}, {**HISTORY, "top_k": 40, "min_length": 15, "eos_token_id": 3}),
     "trees": ({"tree_nodes": 8, "verification": "coupled"}, {}),
 }
 
@@ -54,8 +54,8 @@ def call(pair, name, do_sample, rows_at_a_time, monkeypatch):
         patch.setattr(deciding, "SLICE_BYTES", rows_at_a_time * size)
         patch.setattr(CallRows, "_decide", noted)
         torch.manual_seed(1)
-        of_config, options = {"lookahead": LOOKAHEAD, **of_config}, {"output_scores": True, **options}
-        output = comparing.generate(*pair, padded_batch(ROWS), of_config, do_sample=do_sample, **options)
+        options = {"max_new_tokens": 12, "do_sample": do_sample, "output_scores": True, **options}
+        output = comparing.generate(*pair, padded_batch(ROWS), {"lookahead": LOOKAHEAD, **of_config}, **options)
     return output, largest.bytes / size
 
 

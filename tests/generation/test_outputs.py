@@ -101,4 +101,3 @@ def test_a_notebook_shows_one_line():
         "SSDStats(180 tokens, 30 rounds, 6.00 tokens per round, acceptance 0.83, hit rate 1.00; print() it for more)"
     )
     assert "verification 100.0 ms" in str(stats) and "0 rounds" in repr(SSDStats())
-
