@@ -19,10 +19,10 @@ from hf_ssd.cli.bench import cores_for
 from hf_ssd.cli.methods import synchronize
 from hf_ssd.cli.options import core_numbers
 from hf_ssd.distributed.cores import use_cores
-from hf_ssd.drafting.cache_shapes import shape_for
+from hf_ssd.distributed.sessions import SessionRequest
 from hf_ssd.drafting.draft_info import DraftInfo
-from hf_ssd.drafting.drafters import drafter_for, drafter_kind
-from hf_ssd.drafting.speculator import Speculator
+from hf_ssd.drafting.drafters import drafter_kind
+from hf_ssd.drafting.drafts import Drafts
 from hf_ssd.rounds import AHEAD, Outcome, Plan
 
 REPEATS = 20
@@ -55,8 +55,8 @@ def forward_ms(model, prompt: torch.LongTensor, tokens: int) -> float:
 def drafting(draft, prompt: torch.LongTensor, config):
     """Returns two functions to be called in turn, without anyone else at work: what answers on a hit, what prepares."""
     settings = GenerationConfig(do_sample=False, max_length=prompt.shape[1] + 1000)
-    drafter = drafter_for(draft, config, settings, list(prompt), seed=0)
-    speculator = Speculator(drafter, shape_for(config))
+    vocab_size = draft.config.get_text_config(decoder=True).vocab_size
+    speculator = Drafts().speculator(draft, SessionRequest(config, settings, list(prompt), 0, vocab_size))
     plan = Plan(AHEAD, config.lookahead, config.lookahead, config.budget)
     speculator.drafter.begin()
     speculator.prepare(plan)

@@ -9,7 +9,7 @@ from .drafter import Completion, Drafter
 
 
 class AutoregressiveDrafter(Drafter):
-    """A causal language model that takes a forward pass for each token. For the arguments see [`Drafter`]."""
+    """A causal language model that takes a forward pass for each token."""
 
     branches: Branches | None = None  # those that were grown for the next outcome
 

@@ -120,7 +120,6 @@ class OnlineLogistic:
         self.weights, self.squares = np.array(weights), np.ones(len(weights))  # numpy is fast for so few numbers
 
     def __call__(self, *inputs: np.ndarray) -> np.ndarray:
-        """Returns the estimated chance, of the shape of the inputs."""
         score = self.weights[0] + sum(w * x for w, x in zip(self.weights[1:], inputs))
         return 0.5 + 0.5 * np.tanh(0.5 * score)  # the logistic function in a form that does not overflow
 
@@ -191,5 +190,4 @@ SHAPES = {
 
 
 def shape_for(config: SSDConfig) -> CacheShape:
-    """Returns a new cache shape of the kind that the config names."""
     return SHAPES[config.fan_out](config) if isinstance(config.fan_out, str) else Explicit(config)

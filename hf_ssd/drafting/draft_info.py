@@ -25,7 +25,6 @@ class DraftInfo:
 
     @classmethod
     def of(cls, config, positions: int | None = None) -> "DraftInfo":
-        """Reads the facts from a model's config."""
         vocab_size = config.get_text_config(decoder=True).vocab_size
         of_heads = {name: getattr(config, name) for name in OF_HEADS if hasattr(config, name)}
         return cls(vocab_size, getattr(config, "pard_token", None), positions, is_recurrent(config), **of_heads)

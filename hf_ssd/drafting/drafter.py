@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from .. import devices
 from ..cache.support import attention_layout
-from ..config import COUPLED, SSDConfig
+from ..config import COUPLED
 from ..devices import from_host
 from ..rounds import Plan, Speculation, padded
 from . import siblings
@@ -20,7 +20,6 @@ from .outcome_candidates import OutcomeCandidates
 from .recurrent_prefix import RecurrentPrefix
 from .sampling import DraftSampler
 from .verified_prefix import VerifiedPrefix
-from .vocabulary import Vocabulary
 
 
 class Drafter(ABC):
@@ -37,31 +36,23 @@ class Drafter(ABC):
     def __init__(
         self,
         model: PreTrainedModel,
-        config: SSDConfig,
-        generation_config: GenerationConfig,  # the target's, whose warpers and penalties apply to proposals too
-        prompts: list[torch.LongTensor],  # without padding, at least one token each
-        seed: int,
+        request,  # a `SessionRequest`. The warpers and penalties of the target apply to proposals too
         earlier: VerifiedPrefix | None = None,  # of the previous call, whose cache is used if this call continues it
-        prompt_length: int | None = None,  # of the longest prompt, if rows already contain generated tokens
-        num_workers: int = 1,  # drafts that prepare a budget each
-        vocabulary: Vocabulary | None = None,  # if the target has another vocabulary than the draft
     ):
-        self.device = devices.of_model(model)
-        options = {"cuda_graphs": config.cuda_graphs, "pack_weights": config.pack_weights}
+        options, self.device = request.generation_config, devices.of_model(model)
+        self.vocab_size = request.vocab_size  # of the target; all code outside the draft model uses its tokens
         kind = RecurrentPrefix if attention_layout(model).recurrent else self.prefix_class
-        self.prefix = kind(model, prompts, generation_config.max_length, earlier, vocabulary, **options)
+        self.prefix = kind(model, request, earlier)
         self.vocabulary = self.prefix.vocabulary
-        self.vocab_size = self.vocabulary.size  # of the target; all code outside the draft model uses its tokens
-        longest = prompt_length or max(self.prefix.lengths)
-        self._sampler = functools.partial(DraftSampler, model, config)
-        self.sampler = self._sampler(generation_config, longest, seed, self.vocab_size, num_workers)
-        self.samplers = [self.sampler] * len(prompts)  # of each row
-        self.uses_q = config.uses_q(generation_config.do_sample)
+        self._sampler = functools.partial(DraftSampler, model, request)
+        self.sampler = self._sampler(options, request.prompt_length, request.seed)
+        self.samplers = [self.sampler] * len(request.prompts)  # of each row
+        self.uses_q = request.config.uses_q(options.do_sample)
         # How many tokens the draft can propose.
         self.possible = min(self.vocabulary.common, getattr(model.config, "draft_vocab_size", self.vocab_size))
         # The speculation (batch_size, lookahead) that is being verified, and the known outputs of passes (batch_size,
         # count, ...) after its first tokens.
-        self.drafted = torch.zeros(len(prompts), 0, dtype=torch.long, device=self.device)
+        self.drafted = torch.zeros(len(request.prompts), 0, dtype=torch.long, device=self.device)
         self.known: list[torch.Tensor] = []
 
     def begin(self) -> None:
@@ -107,8 +98,7 @@ class Drafter(ABC):
         """Reads the next tokens of a row that joins. After the last tokens, `take_speculation` must follow."""
         self.prefix.read(row, start, tokens, options is not None)
         if options is not None:
-            place = self.vocab_size, self.sampler.num_workers, row
-            sampler = self._sampler(options, self.prefix.lengths[row], seed, *place)
+            sampler = self._sampler(options, self.prefix.lengths[row], seed, row)
             self.samplers[row] = sampler if sampler.noise or sampler.processors else self.sampler  # for greedy decoding
             self.forget_speculation()
             self.known = []  # nothing after the tokens of this row
@@ -151,7 +141,6 @@ class Drafter(ABC):
         return grown[torch.arange(len(tokens), device=self.device), index]
 
     def _logits(self, outputs: torch.Tensor) -> torch.Tensor:
-        """Returns the target's logits for the outputs of passes."""
         if self.reads_target:
             outputs = self.prefix.decoder.view.logits(outputs)
         return self.vocabulary.to_target(outputs).float()

@@ -48,8 +48,3 @@ def drafter_kind(config: SSDConfig, info: DraftInfo) -> type[Drafter]:
             'tokens; correct its config, or pass drafter="autoregressive".'
         )
     return kind
-
-
-def drafter_for(model, config: SSDConfig, *others, **options) -> Drafter:
-    """Returns the drafter that the config asks for. For the arguments see [`Drafter`]."""
-    return drafter_kind(config, DraftInfo.of(model.config))(model, config, *others, **options)

@@ -4,15 +4,13 @@ import itertools
 
 from transformers import PreTrainedModel
 
-from .. import devices
 from ..config import REJECTION, SSDConfig
 from ..rounds import BY_TARGET
 from .cache_shapes import CacheShape, shape_for
 from .draft_info import DraftInfo
-from .drafters import drafter_for, drafter_kind
+from .drafters import drafter_kind
 from .speculator import Speculator
 from .verified_prefix import VerifiedPrefix
-from .vocabulary import Vocabulary
 
 SHAPES_KEPT = 32  # cache shapes kept between calls; a service may see a new temperature in each call
 SEED_STEP, SEEDS = 1_000_003, 2**31  # between the seeds of two successive calls, and how many there are
@@ -21,7 +19,7 @@ _calls = itertools.count()
 
 def is_fixed(config: SSDConfig) -> bool:
     """Whether no setting of a call depends on the clock, or on measurements that the planner made in earlier calls."""
-    return "auto" not in (config.lookahead, config.budget)
+    return config.lookahead == 0 or "auto" not in (config.lookahead, config.budget)
 
 
 def has_fallback(request) -> bool:
@@ -51,18 +49,15 @@ class Drafts:
         config, generation = request.config, request.generation_config
         rule = (generation.temperature, config.verification, config.saguaro_c) if generation.do_sample else None
         key = (str(config.fan_out), rule)
-        depends = drafter_kind(config, DraftInfo.of(model.config)).reads_target or has_fallback(request)
-        if depends and is_fixed(config) and generation.do_sample:
+        kind = drafter_kind(config, DraftInfo.of(model.config))
+        if (kind.reads_target or has_fallback(request)) and is_fixed(config) and generation.do_sample:
             shape = shape_for(config)  # misses decide on proposals, so they must not depend on earlier calls
         else:
             shape = self.shapes[key] = self.shapes.pop(key, None) or shape_for(config)  # now last in order
         if len(self.shapes) > SHAPES_KEPT:
             del self.shapes[next(iter(self.shapes))]
-        own = model.config.get_text_config(decoder=True).vocab_size
-        vocabulary = Vocabulary(request.vocab_size, own, request.translation, devices.of_model(model))
-        of_call = request.prompts, request.seed, earlier, request.prompt_length, request.num_workers
-        drafter = drafter_for(model, config, generation, *of_call, vocabulary)
-        if request.keep_prefixes and not drafter.reads_target:  # other calls may run beside a running batch
+        drafter = kind(model, request, earlier)
+        if request.keep_prefixes and not kind.reads_target:  # other calls may run beside a running batch
             request.kept.begin(model, request.keep_prefixes)
             drafter.prefix.kept = request.kept
-        return Speculator(drafter, shape, generation.max_length, request.worker_index, request.num_workers)
+        return Speculator(drafter, shape, request)

@@ -12,9 +12,9 @@ from .verified_prefix import VerifiedPrefix
 class HeadPrefix(VerifiedPrefix):
     """The verified tokens as a head reads them: column `c` holds token `c + 1` and the state of the token before it."""
 
-    def __init__(self, model: Head, prompts, column_limit, earlier=None, vocabulary=None, **options):
-        super().__init__(model, prompts, column_limit, earlier, vocabulary, **options)
-        self.known = [0] * len(prompts)  # tokens of each row whose features have come
+    def __init__(self, model: Head, request, earlier=None):
+        super().__init__(model, request, earlier)
+        self.known = [0] * len(request.prompts)  # tokens of each row whose features have come
         self.shared = list(self.fed)  # first columns of each row that were fed in the previous call, with features
         size = *self.inputs.values.shape, model.config.hidden_size
         # What each column reads: the target's fused features, the head's own output, or zeros until features have come.

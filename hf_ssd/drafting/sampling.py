@@ -7,7 +7,7 @@ from transformers import GenerationConfig, PreTrainedModel, TemperatureLogitsWar
 
 from .. import devices
 from ..argmax import argmax
-from ..config import COUPLED, SSDConfig
+from ..config import COUPLED
 from ..logits_processing import needs_history, process_branches
 from ..noise import ACCEPTANCE, BONUS, DRAFTED, Noise, places
 from ..rounds import Plan
@@ -72,21 +72,19 @@ class DraftSampler:
     def __init__(
         self,
         model: PreTrainedModel,
-        config: SSDConfig,
+        request,  # of the call, a `SessionRequest`
         generation_config: GenerationConfig,
         prompt_length: int,
         seed: int,
-        vocab_size: int,
-        num_workers: int = 1,
         first_row: int = 0,
     ):
-        self.config, self.num_workers = config, num_workers
+        self.config, self.num_workers = request.config, request.num_workers
         self.processors = draft_processors(model, generation_config, prompt_length)
         self.need_history = needs_history(self.processors)
         self.truncates = any(type(processor) is not TemperatureLogitsWarper for processor in self.processors)
         self.noise = None
         if generation_config.do_sample:
-            noise = Noise(seed, vocab_size, config.verification == COUPLED)
+            noise = Noise(seed, request.vocab_size, self.config.verification == COUPLED)
             self.noise = SpeculationNoise(noise, devices.of_model(model), first_row)
 
     def process(self, scores: torch.Tensor, histories: torch.LongTensor | None, lengths: torch.LongTensor):

@@ -36,16 +36,11 @@ BETWEEN_LOOKS = 2e-5  # seconds
 class Speculator:
     """Drafts for a batch of rows, ahead of time ([`~Speculator.prepare`]) and just in time ([`~Speculator.answer`])."""
 
-    def __init__(
-        self,
-        drafter: Drafter,
-        shape: CacheShape,
-        limit: int | None = None,  # tokens that a row may have
-        worker_index: int = 0,
-        num_workers: int = 1,  # whose budgets are added up; each prepares its share of the outcomes
-    ):
-        self.drafter, self.shape, self.limit = drafter, shape, limit
-        self.worker_index, self.num_workers = worker_index, num_workers
+    def __init__(self, drafter: Drafter, shape: CacheShape, request):
+        self.drafter, self.shape = drafter, shape
+        self.limit = request.generation_config.max_length  # tokens that a row may have
+        # The budgets of workers are added up, and each worker prepares its share of the outcomes.
+        self.worker_index, self.num_workers = request.worker_index, request.num_workers
         self.plan, rows = Plan(PLAIN), len(drafter.prefix.lengths)
         self.finished = [False] * rows
         self.verified: list[list[int]] = [[] for _ in range(rows)]  # the tokens that are being verified
@@ -69,7 +64,6 @@ class Speculator:
     # ---------------------------------------------------------------- ahead of time
 
     def prepare(self, plan: Plan) -> None:
-        """Drafts the next speculation for the likely outcomes of the current speculation."""
         for _ in self.passes(plan):
             pass
 
@@ -81,7 +75,7 @@ class Speculator:
         passes.close()
 
     def passes(self, plan: Plan) -> Iterator[None]:
-        """As [`~Speculator.prepare`]. Yields when it has chosen the outcomes, and after each pass of their branches."""
+        """Prepares the next speculation. Yields when the outcomes are chosen, and after each pass of their branches."""
         start, self.plan = time.perf_counter(), plan
         self.catch_up()
         self._read_joining()
@@ -132,7 +126,6 @@ class Speculator:
     # ---------------------------------------------------------------- the answer
 
     def answer(self, outcome: Outcome, plan: Plan) -> Speculation:
-        """Returns the next speculation of each row. See [`~Speculator.look_up`]."""
         speculation = self.complete(self.look_up(outcome, plan))
         speculation.probabilities = self.distributions(speculation)
         return speculation
@@ -256,4 +249,4 @@ class Speculator:
 
 def answer_width(plan: Plan, known: list[int]) -> int:
     """Returns how many tokens the next speculation has: as many as all rows have, but at least `plan.after_miss`."""
-    return int(min(plan.lookahead, max(plan.after_miss, min(known))))
+    return min(plan.lookahead, max(plan.after_miss, min(known)))

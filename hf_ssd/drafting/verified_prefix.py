@@ -27,26 +27,21 @@ class VerifiedPrefix:
     def __init__(
         self,
         model: PreTrainedModel,
-        prompts: list[torch.LongTensor],  # at least one token each, or none at all for rows that join later
-        column_limit: int | None,
+        request,  # a `SessionRequest`. Its prompts are empty for rows that join later
         earlier: "VerifiedPrefix | None" = None,  # of the previous call, whose cache is used if this call continues it
-        vocabulary: Vocabulary | None = None,  # if the target has another vocabulary than the draft
-        **options,
     ):
-        own = model.config.get_text_config(decoder=True).vocab_size
-        self.device, self.vocabulary = devices.of_model(model), vocabulary or Vocabulary(own, own)
+        self.device, own = devices.of_model(model), model.config.get_text_config(decoder=True).vocab_size
+        self.vocabulary = Vocabulary(request.vocab_size, own, request.translation, self.device)
+        prompts = [prompt.to(self.device) for prompt in request.prompts]
         self.fed = [0] * len(prompts)  # columns of each row, speculation included, that are in the cache
-        prompts = [prompt.to(self.device) for prompt in prompts]
         # The target's tokens (batch_size, capacity), and how many are verified, the last bonus token included.
         self.ids, self.lengths = RowStore.of(prompts), list(map(len, prompts))
         texts = [text if len(text) else prompts[0].new_zeros(1) for text in self._texts(prompts)]
         # The draft's tokens (batch_size, capacity), and how many of them the verified tokens are: several may be one
         # token of the target, but never one that was drafted. A token's column is its position.
         self.inputs, self.columns = RowStore.of(texts), list(map(len, texts))
-        if self.vocabulary.translation is not None:
-            column_limit = None  # the limit counts the target's tokens
-        limits = [limit for limit in (column_limit, last_position_limit(model)) if limit is not None]
-        column_limit = min(limits, default=None)  # branches look ahead beyond the text
+        longest = None if request.translation else request.generation_config.max_length  # in the target's tokens
+        limits = [limit for limit in (longest, last_position_limit(model)) if limit is not None]
         continues = None  # the earlier prefix, if this call continues its text
         if earlier is not None and len(earlier.lengths) == len(prompts):
             shared = [self._shared(earlier, row) for row in range(len(prompts))]
@@ -55,7 +50,9 @@ class VerifiedPrefix:
                 earlier.decoder.cache.take_back()
         if earlier is not None and continues is None:
             earlier.decoder.close()
-        self.decoder = self._decoder(model, continues, column_limit=column_limit, **options)
+        of_passes = {"cuda_graphs": request.config.cuda_graphs, "pack_weights": request.config.pack_weights}
+        of_passes["column_limit"] = min(limits, default=None)  # branches look ahead beyond the text
+        self.decoder = self._decoder(model, continues, **of_passes)
         self.joining: dict[int, CachedModel | None] = {}  # rows whose text is being read, or comes next
         self.rows_join = not any(self.lengths)
         self.kept = KeptPrefixes()
@@ -115,7 +112,6 @@ class VerifiedPrefix:
     # ---------------------------------------------------------------- a round
 
     def _texts(self, prompts: list[torch.LongTensor]) -> list[torch.LongTensor]:
-        """Returns the draft's tokens of each prompt."""
         return [self.vocabulary.encode(prompt) for prompt in prompts]
 
     def _shared(self, earlier: "VerifiedPrefix", row: int) -> int:
@@ -201,7 +197,6 @@ class VerifiedPrefix:
         return self._inputs(torch.arange(len(starts), device=self.device)[:, None], columns), starts, width
 
     def _inputs(self, rows: torch.LongTensor | int, columns: torch.LongTensor | slice) -> torch.Tensor:
-        """Returns the model's inputs in these columns of these rows."""
         return self.inputs.values[rows, columns]
 
     def _have_fed(self, count: int) -> None:

@@ -12,13 +12,12 @@ from hf_ssd.cache import compiled, ragged_layers
 from hf_ssd.cache.branches import Branches
 from hf_ssd.cache.passes import WINDOW_STEP, cached_model
 from hf_ssd.cache.ragged import RaggedCache
-from hf_ssd.drafting.autoregressive_drafter import AutoregressiveDrafter
-from hf_ssd.drafting.cache_shapes import shape_for
-from hf_ssd.drafting.speculator import Speculator
+from hf_ssd.distributed.sessions import SessionRequest
+from hf_ssd.drafting.drafts import Drafts
 from hf_ssd.planning.cost_model import CostModel
 from hf_ssd.rounds import AHEAD, Outcome, Plan
 
-from ..helpers.tiny import padded_batch, tiny_draft, tiny_model
+from ..helpers.tiny import VOCAB, padded_batch, tiny_draft, tiny_model
 
 ONE_LAYER = {"num_hidden_layers": 1}
 
@@ -164,8 +163,8 @@ def test_whatever_is_planned_a_draft_compiles_once_for_one_row_and_once_for_seve
         for lookahead, budget in [(3, 4), (1, 1), (5, 9)]:
             config, generation_config = hf_ssd.SSDConfig(lookahead, budget), GenerationConfig(max_length=99)
             prompts = [torch.arange(2, 9 + row) for row in range(rows)]
-            drafter = AutoregressiveDrafter(draft, config, generation_config, prompts, seed=0)
-            speculator, plan = Speculator(drafter, shape_for(config)), Plan(AHEAD, lookahead, 1, budget)
+            speculator = Drafts().speculator(draft, SessionRequest(config, generation_config, prompts, 0, VOCAB))
+            plan = Plan(AHEAD, lookahead, 1, budget)
             speculator.drafter.begin()
             for accepted in (0, 0, 1):
                 speculator.prepare(plan)

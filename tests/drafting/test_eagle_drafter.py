@@ -9,11 +9,10 @@ from train_eagle3 import save_head
 from transformers import GenerationConfig
 
 import hf_ssd
-from hf_ssd.drafting.cache_shapes import shape_for
-from hf_ssd.drafting.drafters import drafter_for
+from hf_ssd.distributed.sessions import SessionRequest
+from hf_ssd.drafting.drafts import Drafts
 from hf_ssd.drafting.head_drafter import HeadDrafter, HeadPrefix
 from hf_ssd.drafting.heads.loading import head_for
-from hf_ssd.drafting.speculator import Speculator
 from hf_ssd.rounds import AHEAD, Outcome, Plan
 
 from ..helpers.assistants import agreement, keep_rejected_tokens, read_the_token_before
@@ -86,7 +85,7 @@ def check_prepared(target, head):
     """What is prepared for an outcome goes on with the head's own states after the text that is verified."""
     config, texts = hf_ssd.SSDConfig(lookahead=3, budget=8), [torch.tensor(prompt) for prompt in PROMPTS]
     generation = GenerationConfig(max_length=80, eos_token_id=None, pad_token_id=0, do_sample=True, top_k=0)
-    speculator = Speculator(drafter_for(head, config, generation, texts, seed=5), shape_for(config), limit=80)
+    speculator = Drafts().speculator(head, SessionRequest(config, generation, texts, 5, VOCAB))
     speculator.drafter.begin()
     features = torch.cat([expected_features(target, text) for text in texts])
     verified = speculator.answer(Outcome([[4], [7]], states=features), PLAN).tokens

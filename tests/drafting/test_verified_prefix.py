@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
+from hf_ssd import SSDConfig
 from hf_ssd.cache import masks
+from hf_ssd.distributed.sessions import SessionRequest
 from hf_ssd.drafting.recurrent_prefix import RecurrentPrefix
 from hf_ssd.drafting.verified_prefix import WORTH_KEEPING, VerifiedPrefix
 
@@ -13,6 +16,10 @@ from ..helpers.tiny import VOCAB, tiny_draft
 
 def tokens(count, seed=0):
     return torch.randint(2, VOCAB, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+def request_of(texts):
+    return SessionRequest(SSDConfig(), GenerationConfig(max_length=256), texts, 0, VOCAB)
 
 
 def check(model, logits, texts):
@@ -42,9 +49,9 @@ FED = {  # of the second text
 @torch.inference_mode()
 def test_what_two_texts_share_is_not_fed_again(case):
     (before, texts, shared), draft = FED[case], tiny_draft()
-    earlier = VerifiedPrefix(draft, before, 256)
+    earlier = VerifiedPrefix(draft, request_of(before))
     earlier.feed(0, wanted=1)
-    prefix = VerifiedPrefix(draft, texts, 256, earlier)
+    prefix = VerifiedPrefix(draft, request_of(texts), earlier)
     assert prefix.fed == shared and (prefix.decoder.cache is earlier.decoder.cache) == bool(shared[0])
     check(draft, prefix.feed(0, wanted=1), texts)
 
@@ -56,18 +63,18 @@ def test_a_hybrid_starts_from_the_states_of_a_text_that_goes_on(family):
     for weights in model.parameters():
         weights.mul_(0.3)  # logits below 1, whose rounding stays below 1e-5
     texts, more = [tokens(70), tokens(75, 1)], torch.stack([tokens(9, 2), tokens(9, 3)])
-    earlier = RecurrentPrefix(model, texts, None)
+    earlier = RecurrentPrefix(model, request_of(texts))
     earlier.feed(0, wanted=1)
     earlier.write(more[:, :3])
     earlier.feed(3, wanted=1)
     earlier.decoder.leave_out([False, True])
     earlier.grow([more[0, :3].tolist(), []], [2, -1])
     longer = [torch.cat([text, new]) for text, new in zip(texts, more)]
-    prefix = RecurrentPrefix(model, longer, None, earlier)
+    prefix = RecurrentPrefix(model, request_of(longer), earlier)
     assert prefix.fed == [72, 75]
     check(model, prefix.feed(0, wanted=1), longer)
     others = [text.flip(0) for text in longer]
-    prefix = RecurrentPrefix(model, others, None, prefix)
+    prefix = RecurrentPrefix(model, request_of(others), prefix)
     assert prefix.fed == [0, 0]
     check(model, prefix.feed(0, wanted=1), others)
 
@@ -76,7 +83,7 @@ def test_a_hybrid_starts_from_the_states_of_a_text_that_goes_on(family):
 @torch.inference_mode()
 def test_a_prefill_needs_no_mask_of_all_columns_by_all_columns(lengths, monkeypatch):
     draft, texts, made, additive = tiny_draft(), [tokens(length, length) for length in lengths], [], masks.additive
-    prefix = VerifiedPrefix(draft, texts, 256)
+    prefix = VerifiedPrefix(draft, request_of(texts))
     monkeypatch.setattr(masks, "additive", lambda allowed, *of: made.append(allowed.shape) or additive(allowed, *of))
     check(draft, prefix.feed(0, wanted=1), texts)
     assert not made

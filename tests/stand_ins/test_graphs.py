@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from transformers import set_seed
+from transformers import GenerationConfig, set_seed
 
 import hf_ssd
 from hf_ssd.cache import graphs, passes
@@ -14,6 +14,7 @@ from hf_ssd.cache.cached_model import CachedModel
 from hf_ssd.cache.graphs import CapturedPass, Graphs
 from hf_ssd.cache.passes import cached_model
 from hf_ssd.cache.ragged import RaggedCache, RaggedLayer
+from hf_ssd.distributed.sessions import SessionRequest
 from hf_ssd.drafting.verified_prefix import WORTH_KEEPING, VerifiedPrefix
 
 from ..helpers import comparing
@@ -166,7 +167,9 @@ def test_a_draft_goes_on_with_an_earlier_text_or_takes_its_place(tapes):
     texts, earlier, logits, replays = [text[:length], text, text.flip(0)], {}, {}, [0]
     for cuda_graphs in ("auto", False):
         for number, one in enumerate(texts):  # the second one goes on with the first one, and the third does not
-            prefix = VerifiedPrefix(draft, [one], 200, earlier.get(cuda_graphs), cuda_graphs=cuda_graphs)
+            config, options = hf_ssd.SSDConfig(cuda_graphs=cuda_graphs), GenerationConfig(max_length=200)
+            request = SessionRequest(config, options, [one], 0, VOCAB)
+            prefix = VerifiedPrefix(draft, request, earlier.get(cuda_graphs))
             prefix.feed(0, wanted=1)
             prefix.grow([[5]], [0])
             logits[cuda_graphs, number] = prefix.feed(0, wanted=1)

@@ -87,7 +87,6 @@ OF_TARGET: dict[str, Callable[[PreTrainedModel], Head]] = {"mtp": mtp_head_of}
 
 
 def refusal(draft: PreTrainedModel | str | os.PathLike, kind: type[Head], values: dict) -> ValueError:
-    """Returns the error for a head that cannot be used in this form."""
     is_model = isinstance(draft, PreTrainedModel)
     name = type(draft).__name__ if is_model else repr(os.fspath(draft))
     if not kind.drafts_in_turn:

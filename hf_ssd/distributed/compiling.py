@@ -5,11 +5,10 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ..cache.compiled import why_not_compiled
 from ..config import SSDConfig
+from ..drafting.drafts import Drafts
+from ..drafting.heads.base import Head
 from ..rounds import AHEAD, Outcome, Plan
-from .cache_shapes import shape_for
-from .drafters import drafter_for
-from .heads.base import Head
-from .speculator import Speculator
+from .sessions import SessionRequest
 
 PROMPT_LENGTH = 8  # tokens, an arbitrary number
 
@@ -20,13 +19,12 @@ def compile_draft(model: PreTrainedModel) -> str | None:
     if isinstance(model, Head):
         return "it reads hidden states of the target"
     config, generation_config = SSDConfig(lookahead=3, budget=4), GenerationConfig(max_length=2 * PROMPT_LENGTH)
-    plan = Plan(AHEAD, 3, 3, 4)
+    plan, vocab_size = Plan(AHEAD, 3, 3, 4), model.config.get_text_config(decoder=True).vocab_size
     try:
         model.forward = torch.compile(model.forward, dynamic=True)  # marks the model as compiled
         for rows in (1, 2):  # torch.compile treats a size of 1 as a separate case
-            prompts = [torch.arange(PROMPT_LENGTH, device=model.device) for _ in range(rows)]
-            drafter = drafter_for(model, config, generation_config, prompts, seed=0)
-            speculator = Speculator(drafter, shape_for(config))
+            prompts = [torch.arange(PROMPT_LENGTH)] * rows
+            speculator = Drafts().speculator(model, SessionRequest(config, generation_config, prompts, 0, vocab_size))
             speculator.drafter.begin()
             speculator.prepare(plan)
             outcome = Outcome([[0]] * rows)
