@@ -54,9 +54,9 @@ RECIPES = {  # the files that each recipe changes, and what is put in the place 
         "planning/planner.py": [
             ("from .fixed_plan import", "from .doubling import Doubling\nfrom .fixed_plan import"),
             (
-                "    if not is_planned(kind.config):",
+                "    if is_fixed(kind.config):",
                 '    if kind.config.lookahead == "doubling":\n        return Doubling(kind.config)\n'
-                "    if not is_planned(kind.config):",
+                "    if is_fixed(kind.config):",
             ),
         ],
         "config.py": [("\nLOOKAHEADS = (", '\nLOOKAHEADS = ("doubling", ')],

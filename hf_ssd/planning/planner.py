@@ -12,6 +12,7 @@ from collections import Counter
 
 from transformers.utils import logging
 
+from ..drafting.drafts import is_fixed
 from ..rounds import AHEAD, EARLY, IN_TURN, PLAIN, Plan, RoundRecord
 from .cost_model import BUDGETS, LOOKAHEADS, CostModel, NoDraftCosts
 from .experience import CallKind, PairKnowledge
@@ -32,7 +33,7 @@ class Planner:
     def __init__(self, kind: CallKind, pair: PairKnowledge | None = None):
         self.costs = (NoDraftCosts if kind.config.drafter == EARLY else CostModel)(kind, pair)
         self.config, self.lock = kind.config, self.costs.pair.lock
-        self.durations, self.experience = self.costs.durations, self.costs.experience
+        self.experience = self.costs.experience
         self.chooses_lookahead, chooses_budget = kind.config.lookahead == "auto", kind.config.budget == "auto"
         self.may_take_turns = not kind.config.asynchronous or (self.chooses_lookahead and chooses_budget)
         self.plain_gain = 1.0  # of early tokens without a draft, expected when the plan was last chosen
@@ -126,7 +127,6 @@ class Planner:
         return speeds
 
     def _plain_gain(self) -> float:
-        """Returns the expected speed of plain rounds over plain decoding."""
         plain = [self.costs.plain(early) for early in self.costs.counts(self.costs.rates.alone)]
         return max(plain) / plain[0]
 
@@ -157,7 +157,7 @@ _lock = threading.Lock()
 
 def planner_for(target, draft, kind: CallKind) -> Planner | FixedPlan:
     """Returns a planner for a call of a pair; `draft` is a model, or the assistant that holds its workers."""
-    if not is_planned(kind.config):
+    if is_fixed(kind.config):
         return FixedPlan(kind.config)
     with _lock:  # measurements of earlier calls are kept while both live
         pair = _pairs.setdefault(target, weakref.WeakKeyDictionary()).setdefault(draft, PairKnowledge())
@@ -166,14 +166,10 @@ def planner_for(target, draft, kind: CallKind) -> Planner | FixedPlan:
     return pair.last
 
 
-def is_planned(config) -> bool:
-    return config.lookahead != 0 and "auto" in (config.lookahead, config.budget)
-
-
 def asks_for_half(target, draft, kind: CallKind) -> bool:
     """Whether calls before have shown that the draft needs half of the cores while both models compute."""
     pair = _pairs.get(target, {}).get(draft)
-    if pair is None or kind.is_parallel or not is_planned(kind.config):
+    if pair is None or kind.is_parallel or is_fixed(kind.config):
         return False
     with pair.lock:
         return pair.durations(kind).asks_for_half()

@@ -95,8 +95,8 @@ def test_the_budget_of_a_hybrid_draft_is_bounded_by_its_memory(short_refeeds, mo
     assert any(hits) and {(record.budget, record.states) for record in output.ssd_stats.records} == {(2, 9)}
 
     planner = Planner(CallKind(hf_ssd.SSDConfig(), 2, 97))
-    planner.durations.step[IN_TURN].observe(1, 1e-4)
-    planner.durations.branches.observe(8, 1e-4)
+    planner.costs.durations.step[IN_TURN].observe(1, 1e-4)
+    planner.costs.durations.branches.observe(8, 1e-4)
     now, seconds = RoundRecord(AHEAD, 2, 2, ["prepared"] * 2, accepted=[2, 2], states=9), {"verify_seconds": 0.1}
     for _ in range(9):
         planner.observe(now, dataclasses.replace(now, **seconds))

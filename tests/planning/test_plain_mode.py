@@ -12,6 +12,7 @@ from hf_ssd.distributed.target_ranks import TargetRanks
 from hf_ssd.distributed.wire import Kind
 from hf_ssd.generation import loop
 from hf_ssd.generation.draft import FaultTolerantDraft
+from hf_ssd.planning.fixed_plan import FixedPlan
 from hf_ssd.rounds import AHEAD, IN_TURN, NGRAM, NOTHING, PLAIN, Outcome, Plan
 
 from ..helpers.thread_worker import ThreadWorker
@@ -20,10 +21,8 @@ from ..helpers.tiny import padded_batch, tiny_model
 PLAIN_ROUNDS, DRAFTING_ROUNDS, NEW_TOKENS = 6, 3, 70
 
 
-class InAndOut:
+class InAndOut(FixedPlan):
     """A planner that decodes plainly for six rounds, drafts for three, and so on."""
-
-    expects_draft = False
 
     def __init__(self, drafting=Plan(AHEAD, 3, 3, 4), plain=Plan(PLAIN)):  # noqa: B008
         self.drafting, self.plain, self.rounds = drafting, plain, 0
@@ -31,12 +30,6 @@ class InAndOut:
     @property
     def plan(self):
         return self.plain if self.rounds % (PLAIN_ROUNDS + DRAFTING_ROUNDS) < PLAIN_ROUNDS else self.drafting
-
-    def begin_call(self):
-        pass
-
-    def reason_of(self, records):
-        return "the test says so"
 
     def observe(self, before, now):
         self.rounds += 1

@@ -23,7 +23,7 @@ from hf_ssd.rounds import AHEAD, IN_TURN, PLAIN, PREPARED, PRIMARY, RoundRecord
 
 from ..helpers.suites import quick_first, slowly
 from ..helpers.tiny import tiny_model
-from .worlds import WORLDS, FixedPlanner, World, new_planner
+from .worlds import WORLDS, World, fixed_planner, new_planner
 
 
 @functools.cache
@@ -41,7 +41,7 @@ def test_from_the_33rd_round_on_it_is_near_the_best_fixed_plan(name):
     assert shares_reached(name)[0] > 0.90
     familiar = ("a quick draft that agrees", "a batch", "bonus tokens that are hard to guess")
     if name not in familiar:  # the mutant: a plan that does not look at the world
-        assert WORLDS[name].run(FixedPlanner(14, 48), rounds=300) < 0.90 * WORLDS[name].best
+        assert WORLDS[name].run(fixed_planner(14, 48), rounds=300) < 0.90 * WORLDS[name].best
 
 
 @pytest.mark.parametrize("worlds", [QUICK, slowly(WORLDS)], ids=["some", "all"])
@@ -108,10 +108,7 @@ def test_numbers_in_the_config_stay_as_they_are():
         seen[next(iter(setting))] = plans
     # A call that samples repeats its tokens, so it is never decoded plainly.
     assert all((plan.mode, plan.lookahead, plan.after_miss) == (AHEAD, 3, 3) for plan in seen["lookahead"])
-    assert {plan.budget for plan in seen["budget"]} <= {5, 0} and {plan.mode for plan in seen["budget"]} <= {
-        AHEAD,
-        PLAIN,
-    }
+    assert {(plan.mode, plan.budget) for plan in seen["budget"]} <= {(AHEAD, 5), (PLAIN, 0)}
     assert {plan.mode for plan in seen["asynchronous"]} <= {IN_TURN, PLAIN}
 
 
@@ -144,10 +141,8 @@ def test_a_shared_memory_is_named_once(monkeypatch):
     for world, named in ((World(0.8, contention=1.7), True), (World(0.8), False)):
         messages.clear()
         world.run(new_planner(world), rounds=300)
-        assert len(messages) == named
-        assert (
-            not named or "factor 1.7: target and draft share a device, its cores or its memory bandwidth" in messages[0]
-        )
+        words = "factor 1.7: target and draft share a device, its cores or its memory bandwidth"
+        assert [words in message for message in messages] == [True] * named
 
 
 def test_a_call_starts_from_what_is_known_of_texts_in_general():
@@ -227,22 +222,25 @@ def test_what_a_token_more_costs_is_known_although_most_rounds_have_one_size():
 
 
 def test_costs_are_kept_by_pair_and_size_and_experience_by_kind_of_call():
+    def costs_for(*of_call):
+        return planner_for(*of_call).costs
+
     target, draft = tiny_model(), tiny_model(seed=1)
     kind = CallKind(SSDConfig(), 1, 97, temperature=0.7, length=100)
-    first = planner_for(target, draft, kind)
-    again = planner_for(target, draft, dataclasses.replace(kind, config=SSDConfig(), length=120))
+    first = costs_for(target, draft, kind)
+    again = costs_for(target, draft, dataclasses.replace(kind, config=SSDConfig(), length=120))
     assert again is not first and again.durations is first.durations and again.experience is first.experience
     for change in ({"config": SSDConfig(budget=3)}, {"temperature": 0.9}):
-        other = planner_for(target, draft, dataclasses.replace(kind, **change))
+        other = costs_for(target, draft, dataclasses.replace(kind, **change))
         assert other.durations is first.durations and other.experience is not first.experience
-    planner_for(target, draft, kind)  # the latest one is that from which others begin
+    costs_for(target, draft, kind)  # the latest one is that from which others begin
     first.durations.rounds, first.experience.rounds = 5, 7
     first.experience.rates.drafted.places[0].restart(0.25, 1000.0)
-    longer = planner_for(target, draft, dataclasses.replace(kind, length=10000, temperature=0.2))
+    longer = costs_for(target, draft, dataclasses.replace(kind, length=10000, temperature=0.2))
     assert (longer.durations.rounds, longer.experience.rounds) == (5, 7)  # begins with what is known, by itself
     assert longer.durations is not first.durations and longer.experience is not first.experience
     place = longer.experience.rates.drafted.places[0]
     assert place.value == pytest.approx(0.25) and place.weight < 100
     for models, change in [((target, draft), {"rows": 2}), ((target, draft), {"length": 1000}), ((draft, draft), {})]:
-        other = planner_for(*models, dataclasses.replace(kind, **change))
+        other = costs_for(*models, dataclasses.replace(kind, **change))
         assert other.durations is not first.durations and other.experience is not first.experience

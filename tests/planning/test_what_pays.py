@@ -19,7 +19,7 @@ from hf_ssd.rounds import AHEAD, IN_TURN, PLAIN
 from ..helpers.suites import quick_first
 from .cpus import Cpu
 from .simulated_draft import SimulatedDraft
-from .worlds import FixedPlanner, World, new_planner
+from .worlds import World, fixed_planner, new_planner
 
 PAYING = {AHEAD: World(0.9), IN_TURN: World(0.8, contention=2.5, right=0.2), PLAIN: World(0.3, step=0.04)}
 HISTORIES = {
@@ -57,7 +57,7 @@ def mode_in_the_end(world):
 @pytest.mark.parametrize("pays", PAYING)
 def test_one_mode_pays_in_each_world(pays):
     plans = {PLAIN: [(0, 0)], IN_TURN: [(1, 0), (3, 0), (5, 0)], AHEAD: [(1, 24), (4, 24), (7, 24)]}
-    speeds = {mode: max(PAYING[pays].run(FixedPlanner(*one), rounds=200) for one in plans[mode]) for mode in plans}
+    speeds = {mode: max(PAYING[pays].run(fixed_planner(*one), rounds=200) for one in plans[mode]) for mode in plans}
     assert speeds.pop(pays) > 1.2 * max(speeds.values())
 
 
@@ -85,10 +85,7 @@ def test_calls_of_several_threads_that_take_turns_leave_the_plan_that_pays(pays)
 
 def rounds_between_probes(world):
     """Returns how many rounds lie between two probes of drafting in a call that decodes plainly."""
-    draft = SimulatedDraft(world)
-    planner, modes = draft.planner(), []
-    with contextlib.closing(world.call(planner, draft)) as call:
-        modes = [planner.plan.mode for _ in itertools.islice(call, 0, 4000, 2)]
+    modes = modes_of_a_call(SimulatedDraft(world), 4000)[::2]
     _, first, second, *_ = [i for i, (one, next) in enumerate(itertools.pairwise(modes)) if one == PLAIN != next]
     return second - first
 
@@ -144,7 +141,7 @@ def test_first_calls_that_try_what_they_cannot_pay_are_slow(monkeypatch, module,
 
 def seconds_of_the_slowest_row(world, plan, tokens=128, seeds=10):
     def of_call(seed):
-        with contextlib.closing(world.call(FixedPlanner(*plan), seed=seed)) as call:
+        with contextlib.closing(world.call(fixed_planner(*plan), seed=seed)) as call:
             return next(clock for clock, _, fewest in call if fewest >= tokens)
 
     return statistics.fmean(map(of_call, range(seeds)))
@@ -152,7 +149,7 @@ def seconds_of_the_slowest_row(world, plan, tokens=128, seeds=10):
 
 def test_a_batch_is_not_drafted_for_where_its_slowest_row_would_end_later(monkeypatch):
     world, plans = World(0.5, rows=8, step=0.014, per_token=0.004, right=0.2), [(0, 0), (1, 0)]
-    plain, drafted = (world.run(FixedPlanner(*plan)) for plan in plans)
+    plain, drafted = (world.run(fixed_planner(*plan)) for plan in plans)
     assert drafted > 1.01 * plain  # in tokens of all rows
     plain, drafted = (seconds_of_the_slowest_row(world, plan) for plan in plans)
     assert drafted > 1.01 * plain
@@ -193,7 +190,7 @@ CPUS = {
 def test_the_cores_are_divided_only_where_that_is_faster(cpu):
     world, pays = CPUS[cpu]
     fixed = {IN_TURN: [(2, 0), (3, 0), (4, 0)], AHEAD: [(1, 8), (1, 16), (2, 8), (3, 8), (4, 8)]}
-    best = {mode: max(world.run(FixedPlanner(*plan), rounds=400) for plan in fixed[mode]) for mode in fixed}
+    best = {mode: max(world.run(fixed_planner(*plan), rounds=400) for plan in fixed[mode]) for mode in fixed}
     assert max(best, key=best.get) == pays and best[pays] > 1.15 * min(best.values())
     assert mode_of_a_long_call(SimulatedDraft(world)) == pays
     assert world.run(new_planner(world), rounds=600, skip=33) > 0.97 * best[pays]

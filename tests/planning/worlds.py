@@ -20,25 +20,17 @@ from hf_ssd.drafting.cache_shapes import allocate
 from hf_ssd.generation.draft import FaultTolerantDraft
 from hf_ssd.planning.cost_model import BUDGETS
 from hf_ssd.planning.experience import CallKind
+from hf_ssd.planning.fixed_plan import FixedPlan
 from hf_ssd.planning.planner import Planner
-from hf_ssd.rounds import AHEAD, IN_TURN, NOTHING, PLAIN, Outcome, Plan, RoundRecord
+from hf_ssd.rounds import NOTHING, PLAIN, Outcome, Plan, RoundRecord
 from hf_ssd.theory import geometric_fan_out
 
 from .simulated_draft import SimulatedDraft, SimulatedNgrams
 
 
-class FixedPlanner:
-    """Follows one plan."""
-
-    def __init__(self, lookahead, budget):
-        mode = PLAIN if not lookahead else AHEAD if budget else IN_TURN
-        self.plan, self.expects_draft = Plan(mode, lookahead, lookahead, budget), False
-
-    def begin_call(self):
-        pass
-
-    def observe(self, before, now):
-        pass
+def fixed_planner(lookahead, budget):
+    """Returns a planner that drafts ahead, or in turn without a budget."""
+    return FixedPlan(SSDConfig(lookahead=lookahead, budget=budget or "auto", asynchronous=budget > 0))
 
 
 class SimulatedCores:
@@ -169,7 +161,7 @@ class World:
 
     def best_fixed(self):
         plans = [(k, b) for k in (1, 2, 3, 4, 6, 8, 11, 14) for b in (0, *BUDGETS[::2])]
-        return max(self.run(FixedPlanner(*plan), rounds=600) for plan in [(0, 0), *plans])
+        return max(self.run(fixed_planner(*plan), rounds=600) for plan in [(0, 0), *plans])
 
 
 WORLDS = {
