@@ -5,11 +5,14 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 
 from hf_ssd import noise
 from hf_ssd.config import LONGEST_LOOKAHEAD
 from hf_ssd.drafting.sampling import draw
 from hf_ssd.noise import ACCEPTANCE, BONUS, DRAFTED, FALLBACK, STEP, Noise, check_fits, places, splitmix
+
+from .helpers.sampled_strings import chi_square, power_of
 
 
 def test_numbers_are_those_of_splitmix64():
@@ -63,6 +66,37 @@ def test_the_smallest_and_the_largest_number_are_possible_ones(monkeypatch):
         assert drawn.uniform(place).dtype == torch.float32 and 0 < drawn.uniform(place) < 1
         assert torch.equal(drawn.exponential(place), in_float64)
         monkeypatch.undo()
+
+
+# ---------------------------------------------------------------- the distribution
+
+
+def draws(probabilities, starts):
+    where = places(DRAFTED, torch.arange(20)[:, None, None], starts[:, None], torch.arange(5)).flatten()
+    return draw(probabilities, Noise(1, len(probabilities)).exponential(where))
+
+
+def fits(measure, starts):
+    """Of single tokens and of pairs of neighbours."""
+    probabilities = torch.tensor([0.5, 0.3, 0.2, 0.0], dtype=torch.float64)
+    tokens = draws(probabilities, starts)
+    counts = torch.bincount(tokens, minlength=4)
+    assert counts[3] == 0
+    pairs = torch.bincount(tokens[:-1] * 3 + tokens[1:], minlength=9)
+    of_pairs = torch.outer(probabilities[:3], probabilities[:3]).flatten()
+    return measure(counts, probabilities), measure(pairs, of_pairs)
+
+
+def test_draws_follow_the_distribution_and_neighbours_are_independent():
+    assert min(fits(chi_square, torch.arange(100))) > 1e-3
+    assert max(fits(power_of, torch.zeros(100, dtype=torch.long))) > 0.99  # the mutant: places share their noise
+
+
+def test_acceptance_is_uniform_and_does_not_go_with_the_bonus_token():
+    where = [places(purpose, torch.arange(50)[:, None], torch.arange(100), 0) for purpose in (ACCEPTANCE, BONUS)]
+    uniform, bonus = Noise(3, 1).uniform(where[0]).flatten(), Noise(3, 1).exponential(where[1]).flatten()
+    assert stats.kstest(uniform, "uniform").pvalue > 1e-3 and stats.kstest(bonus, "expon").pvalue > 1e-3
+    assert abs(float(torch.corrcoef(torch.stack([uniform, bonus.double()]))[0, 1])) < 4 / 5000**0.5
 
 
 def unlikely_tokens_drawn():

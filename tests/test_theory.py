@@ -26,12 +26,9 @@ BY_HAND = [  # what is not compared with brute force below, and edges
     (theory.overall_hit_rate(1.0, 0.0), 1),  # stays where it starts: documented
     (theory.ssd_over_speculative_decoding(0.5, 1.0), 4 / 3),  # Corollary 8
     (theory.ssd_over_speculative_decoding_bound(0.5, 4.0, 4.0), 1.5),
-    # E_hit 4 and E_miss 2 at p = 1/2 make 3 on average: log(1 + 2 - 2 * 4/3) / log(1/2) = log(1/3) / log(1/2).
-    (theory.critical_batch_size(0.5, 0.5, 4.0, 2.0), math.log2(3)),
     (theory.critical_batch_size(0.7, 0.3, 3.0, 3.0), 0),  # a free backup as good as the primary always wins
     # The backup's 3 tokens of 4 are not worth a wait of 1/4 even if every round waits: 3 < 4 / 1.25.
     (theory.critical_batch_size(0.5, 0.25, 4.0, 2.0), math.inf),
-    (theory.fan_out_for([1, 4], 9, 1.0), [3, 6]),  # square roots 1 and 2
     (theory.fan_out_for([0.5, 0.0, 0.5], 4, 0.7), [2, 0, 2]),
 ]
 
@@ -114,11 +111,9 @@ def test_overall_hit_rate_is_where_the_chain_settles(p_primary, p_backup):
     assert theory.overall_hit_rate(p_primary, p_backup) == pytest.approx(share, abs=1e-6)
 
 
-@given(rates, times, times, tokens)
-def test_corollary_8_is_the_ratio_of_the_two_speedups(p, draft_time, primary_time, expected):
+@given(rates, times, times)
+def test_corollary_8(p, draft_time, primary_time):
     ratio = theory.ssd_over_speculative_decoding(p, draft_time, primary_time)
-    ssd = theory.ssd_speedup(p, expected, expected, primary_time, backup_time=draft_time)
-    assert ratio == pytest.approx(ssd / theory.speculative_decoding_speedup(expected, draft_time))
     formula = (1 + draft_time) / (p * max(1, primary_time) + (1 - p) * (1 + draft_time))
     assert ratio == pytest.approx(formula)
     if primary_time <= 1 + draft_time:
@@ -214,7 +209,7 @@ def test_critical_batch_size_is_where_the_curves_cross(p, primary_time, more, ex
 
 
 def test_critical_batch_size_at_its_edges_and_mutants():
-    found = crossing(0.5, 0.5, 4.0, 2.0)
+    found = crossing(0.5, 0.5, 4.0, 2.0)  # E_hit 4 and E_miss 2 make 3 tokens on average: log(1 + 2 - 2 * 4/3) / log p
     assert found == pytest.approx(math.log2(3)) and crossing(0.5, 0.25, 4.0, 2.0) == math.inf
     for mutant in (1 + 1 / 0.5 - 4 / 3, 1 + 1 / 0.5 - 4 / (0.5 * 3.5), 3):  # E_hit not over T_p, p, and the sign
         assert found != pytest.approx(math.log(mutant) / math.log(0.5))

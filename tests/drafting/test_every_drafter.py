@@ -33,7 +33,6 @@ PARALLEL = {**SIZES, "vocab_size": 8, "pard_token": 7}
 class Case:
     draft: Callable  # takes the target, and how much a draft that is the target with noise differs from it
     settings: dict = field(default_factory=dict)  # of [`SSDConfig`]
-    tokens_per_round: float = 1.1  # that the drafter gains at least, sampled
     takes_worker: bool = True  # a target's own layer drafts in its process
     prepares: bool = True  # whether the drafter can prepare outcomes
     target: Callable = lambda: tiny_model(seed=3, **SIZES)
@@ -153,7 +152,7 @@ def test_sampled_tokens_with_ngrams_have_the_targets_distribution(small, case, c
 def test_sampled_tokens_have_the_targets_distribution(small, case, way):
     if way == "ahead" and not case[1].prepares or way == "with a worker" and not case[1].takes_worker:
         pytest.skip("prepares nothing, or drafts in the target's process")
-    settings = {"at_least": case[1].tokens_per_round, **case[1].settings}
+    settings = {"at_least": 1.1, **case[1].settings}
     if way == "in turn":
         assert p_value(small, case[2], calls=8, seed=21, **settings) > 1e-3
     elif way == "ahead":
