@@ -1,5 +1,6 @@
 """The loop in which the draft serves generate() calls: receive, answer, prepare, and so on."""
 
+import math
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -63,7 +64,7 @@ class DraftServer:
                     # A wait keeps no core busy if it is long, or if a target computes on that core, as in its prefill.
                     is_long = not self.calls or any(call.mode is None for call in self.calls.values())
                     self.channel.awake = 0.0 if is_long or self.cores.are_taken_in_turn else AWAKE
-                    message = self.channel.receive(None)
+                    message = self.channel.receive(math.inf)
                     number, round_ = message.session, message.round
                     self.handle(message)
                     self.channel.expect()
@@ -86,22 +87,16 @@ class DraftServer:
             call.passes = None
 
     def handle(self, message: Message) -> None:
-        """Drops messages of a call that failed or was interrupted."""
+        if message.kind == Kind.START:
+            return self._start(message)
         call = self.calls.get(message.session)
-        is_of_call = call is not None
-        if is_of_call and message.kind != Kind.END:
-            wire.expect(message, message.kind, call.number, call.round)
-        match message.kind:
-            case Kind.START:
-                self._start(message)
-            case Kind.JOIN if is_of_call:
-                self._join(call, message)
-            case Kind.OUTCOME if is_of_call:
-                self._answer(call, message)
-            case Kind.SPECULATION if is_of_call:
-                self._take_proposals(call, message)
-            case Kind.END if is_of_call:
-                self._end(call)
+        if call is None:
+            return None  # it has failed or was interrupted
+        if message.kind == Kind.END:
+            return self._end(call)
+        wire.expect(message, message.kind, call.number, call.round)
+        steps = {Kind.JOIN: self._join, Kind.OUTCOME: self._answer, Kind.SPECULATION: self._take_proposals}
+        return steps[message.kind](call, message)
 
     def _start(self, message: Message) -> None:
         own = self.model.config.get_text_config(decoder=True).vocab_size
@@ -200,8 +195,8 @@ class DraftServer:
         """Sends the tokens, with which the target starts, and then their distributions, which it needs later."""
         drafter, announced = call.speculator.drafter, None
         if drafter.uses_q and speculation.width:
-            shape = (len(speculation.tokens), speculation.width, drafter.vocab_size)
-            to_come = wire.probabilities_to_come(shape, speculation.support)
+            to_come = torch.empty(len(speculation.tokens), speculation.width, drafter.vocab_size, device="meta")
+            to_come = wire.write_probabilities(to_come, speculation.support)
             announced = Message(Kind.PROBABILITIES, payload=to_come)
         payload = wire.write_speculation(speculation)
         self.channel.send(Message(Kind.SPECULATION, call.number, call.round, payload, announces=announced))

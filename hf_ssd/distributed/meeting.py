@@ -107,6 +107,6 @@ def _digest(secret: bytes, sender: int, own: bytes, theirs: bytes) -> bytes:
 
 def _exchange(channel: Channel, step: int, value: bytes, deadline: float) -> bytes:
     channel.send(Message(Kind.PROOF, 0, step, value.hex()))
-    message = channel.receive(max(0.0, deadline - time.monotonic()))
+    message = channel.receive(deadline - time.monotonic())
     wire.expect(message, Kind.PROOF, 0, step)
     return bytes.fromhex(message.payload)

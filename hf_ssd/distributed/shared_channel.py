@@ -61,7 +61,7 @@ class SharedChannel:
         while True:
             with self.changed:
                 while not inbox and not self.is_broken and self.receiver is not None and time.monotonic() < deadline:
-                    self.changed.wait(min(WAIT_SLICE, max(0.0, deadline - time.monotonic())))
+                    self.changed.wait(min(WAIT_SLICE, deadline - time.monotonic()))
                 if inbox:
                     return inbox.popleft()
                 if self.is_broken:
@@ -71,19 +71,19 @@ class SharedChannel:
                 self.receiver = number
             try:
                 # A thread that spins would keep Python from the threads of the other sessions.
-                self.channel.awake = 0.0 if len(self.inboxes) > 1 else awake
-                message = self.channel.receive(max(0.0, deadline - time.monotonic()))
+                self.channel.awake = 0.0 if self.is_shared else awake
+                message = self.channel.receive(deadline - time.monotonic())
                 with self.changed:  # a worker that could not read a message does not know whose it was
                     is_for_all = message.kind == Kind.ERROR and not message.session
                     for session in list(self.inboxes) if is_for_all else {message.session} & self.inboxes.keys():
                         self.inboxes[session].append(message)
                 self.channel.expect()  # the next message may arrive while the target computes
             except BaseException as error:
-                self.is_broken |= isinstance(error, PeerLost) or not self.channel.is_waiting
+                self.is_broken |= isinstance(error, PeerLost) or self.channel.pending is None
                 raise
             finally:
                 with self.changed:
-                    self.receiver = None if self.receiver == number else self.receiver
+                    self.receiver = None
                     self.changed.notify_all()
 
     def leave(self, number: int, is_reusable: bool) -> None:
@@ -96,7 +96,8 @@ class SharedChannel:
         with self.changed:
             self.inboxes.pop(number, None)
             is_last = self.is_broken and not self.inboxes
-            self.receiver = None if self.receiver == number else self.receiver  # it may have been interrupted
+            if self.receiver == number:  # its thread was interrupted
+                self.receiver = None
             self.changed.notify_all()
         if is_last:
             self.channel.close()

@@ -50,10 +50,9 @@ class Channel:
         to_draft, to_target = (group or gloo_group(store, name, self.rank, hostname) for name in DIRECTIONS)
         self.outgoing, self.incoming = (to_draft, to_target) if is_target else (to_target, to_draft)
         self.sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
-        # What is being received: the next frame, or the payload of a message.
+        # What is being received, the next frame or the payload of a message: an exception meanwhile has lost nothing.
         self.pending: tuple[dist.Work, torch.Tensor, Message | None] | None = None
         self.announced: Message | None = None  # the message whose payload comes next, if its header has come
-        self.is_waiting = False  # while it is set, an exception has lost nothing of what comes
         self.promised: Message | None = None  # by the last message that was sent
 
     def make_room(self, rows: int, vocab_size: int, features: int = 0) -> None:
@@ -92,24 +91,22 @@ class Channel:
         _let_others_run()
         return self.pending is not None and self.pending[0].is_completed()
 
-    def receive(self, timeout: float | None) -> Message:
+    def receive(self, timeout: float) -> Message:
         """Returns the next message. A wait that has ended by `TimeoutError` is resumed by the next call."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = time.monotonic() + timeout
         while True:
             if self.pending is None:
                 self.expect()
             work, tensor, message = self.pending
-            self.is_waiting = True
             wait(work, deadline, self.awake)
-            self.is_waiting, self.pending = False, None
-            is_frame = message is None
-            if is_frame:
+            self.pending = None
+            if message is None:
                 message = unpack(tensor, self.largest)
                 if isinstance(message.payload, torch.Tensor):  # JSON, which follows
                     self.announced = message
                     continue
             self.announced = message.announces
-            if not is_frame and tensor.dtype == torch.uint8:
+            if message.payload is tensor and tensor.dtype == torch.uint8:
                 message.payload = read_json(tensor.numpy().tobytes())
             return message
 
@@ -132,13 +129,13 @@ class Channel:
         closing.join(CLOSE_TIMEOUT)
 
 
-def wait(work: dist.Work, deadline: float | None, awake: float = AWAKE) -> None:
+def wait(work: dist.Work, deadline: float, awake: float = AWAKE) -> None:
     """Waits until a transfer is complete, without sleep for `awake` seconds. Ends with the other process, too."""
-    asleep_at = min(time.monotonic() + awake, float("inf") if deadline is None else deadline)
+    asleep_at = min(time.monotonic() + awake, deadline)
     while not work.is_completed() and time.monotonic() < asleep_at:
         _let_others_run()
     while True:
-        left = WAIT_SLICE if deadline is None else min(WAIT_SLICE, deadline - time.monotonic())
+        left = min(WAIT_SLICE, deadline - time.monotonic())
         completed = work.is_completed()  # read before the wait, because a message may come just as the wait times out
         try:
             work.wait(timedelta(seconds=max(left, 0.001)))
@@ -146,7 +143,7 @@ def wait(work: dist.Work, deadline: float | None, awake: float = AWAKE) -> None:
         except RuntimeError as error:
             if completed:
                 raise PeerLost(f"the connection was closed: {error}") from error
-            if deadline is not None and time.monotonic() >= deadline and not work.is_completed():
+            if time.monotonic() >= deadline and not work.is_completed():
                 raise TimeoutError("no message came in time") from None
 
 

@@ -79,7 +79,6 @@ RECORD = {
 
 
 def write_fields(fields: dict[str, Field], thing) -> list[int]:
-    """Returns these attributes of an object as integers."""
     return [kind.write(getattr(thing, name)) for name, kind in fields.items()]
 
 
@@ -262,19 +261,12 @@ def read_features(payload, tokens: int, width: int) -> torch.Tensor:
 
 def write_probabilities(probabilities: torch.FloatTensor, support: int) -> torch.Tensor:
     """Packs distributions `(..., vocab_size)` exactly. At most `support` tokens have any chance in each of them."""
+    # They may be on the device "meta", for what is announced.
     if 4 * support > probabilities.shape[-1]:
         return probabilities.float().flatten()
     # A warper truncated them: pairs of value and token are sent, the value's bits as an integer.
     values, tokens = probabilities.float().topk(support, dim=-1)
     return torch.stack([values.view(torch.int32), tokens.int()]).flatten()
-
-
-def probabilities_to_come(shape: tuple[int, ...], support: int) -> torch.Tensor:
-    """Returns a tensor on "meta" of the type and length that [`write_probabilities`] will return, to announce it."""
-    *shape, vocab_size = shape
-    if 4 * support > vocab_size:
-        return torch.empty(*shape, vocab_size, dtype=torch.float32, device="meta").flatten()
-    return torch.empty(2, *shape, support, dtype=torch.int32, device="meta").flatten()
 
 
 def read_probabilities(payload, shape: tuple[int, ...]) -> torch.FloatTensor:

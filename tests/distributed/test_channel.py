@@ -46,7 +46,7 @@ def test_a_core_that_waits_for_a_message_does_not_sleep(monkeypatch):
         work = SimpleNamespace(is_completed=lambda: next(looks), wait=lambda timeout: True)
         with monkeypatch.context() as patch:
             patch.setattr("hf_ssd.distributed.transport.time.sleep", slept.append)
-            inspect.unwrap(transport.wait)(work, None, awake=60)
+            inspect.unwrap(transport.wait)(work, float("inf"), awake=60)
         return len(slept)
 
     assert naps() == 0

@@ -31,7 +31,7 @@ class PackingChannel:
     through host memory. `while_waiting` is called when a message is waited for, so that the other side can work.
     """
 
-    awake, is_waiting = 0.0, True
+    awake, pending = 0.0, ()  # nothing is lost by an exception
 
     def __init__(self, other: "PackingChannel | None" = None):
         self.incoming: deque[Message] = deque()
@@ -48,7 +48,7 @@ class PackingChannel:
         self.promised.payload = payload.cpu()
         self.other.incoming.append(self.promised)
 
-    def receive(self, timeout: float | None) -> Message:
+    def receive(self, timeout: float) -> Message:
         if not self.incoming:
             self.while_waiting()
         if not self.incoming:
