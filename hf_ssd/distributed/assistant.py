@@ -14,7 +14,7 @@ from transformers.utils import logging
 from .. import devices
 from ..drafting.draft_info import DraftInfo
 from .cores import CoreShare
-from .sessions import DraftError, DraftSession, SessionRequest, WorkerSession
+from .sessions import DraftError, DraftSession, SessionRequest, WorkerSession, raised_as
 from .several_drafts import SeveralDrafts
 from .target_ranks import TargetRanks
 from .weights import SharedWeights
@@ -142,10 +142,8 @@ class DraftAssistant(contextlib.AbstractContextManager["DraftAssistant"]):
             return 0
         if any(worker.is_starting for worker in self.workers):
             return self.weights.version  # the weights must not change while a starting worker tries its model
-        try:
+        with raised_as(DraftError, "The draft's weights could not be copied for its worker:"):
             return self.weights.fill()
-        except Exception as error:
-            raise DraftError(f"The draft's weights could not be copied for its worker: {error}") from error
 
     def _restart(self) -> None:
         """Restarts workers that have ended, unless their failure was not reported yet, or the other workers suffice."""
@@ -161,15 +159,14 @@ class DraftAssistant(contextlib.AbstractContextManager["DraftAssistant"]):
         deadline = time.monotonic() + timeout
         for worker in self.workers:
             if worker.is_starting:
-                worker.thread.join(min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX))
+                worker.thread.join(min(deadline - time.monotonic(), threading.TIMEOUT_MAX))
         return [worker for worker in self.workers if worker.is_ready]
 
     def _ready(self) -> list[WorkerProcess]:
         """Returns the ready workers and warns of failed starts. If none is ready or starting, raises [`DraftError`]."""
         starting = [one for one in self.workers if one.is_starting]  # read first: a worker may become ready meanwhile
         ready = self._wait(0.0)
-        failed = [worker for worker in self.workers if worker.error is not None and worker not in starting]
-        errors = [worker.take_error() for worker in failed]
+        errors = [one.take_error() for one in self.workers if one.error is not None and one not in starting]
         if not ready and not starting:
             raise errors.pop(0) if errors else DraftError("The draft worker has ended.")  # held by no variable
         for error in errors:

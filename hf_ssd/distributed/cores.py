@@ -1,6 +1,7 @@
 """How target and draft share the CPU cores of one machine."""
 
 import contextlib
+import itertools
 import os
 import threading
 from dataclasses import dataclass, field
@@ -30,22 +31,18 @@ def available_cores() -> tuple[int, ...]:
 
 
 def divide_cores(draft_threads: int | None = None, drafts: int = 1) -> CoreShare:
-    """
-    Gives each draft worker a quarter of the cores, at least 1, or `draft_threads` cores, and the target the rest. Where
-    a single worker has a quarter, calls may give it half.
-    """
+    """Gives each worker a quarter of the cores, at least 1, or `draft_threads` cores, and the target the rest."""
     cores, half = available_cores(), None
     if draft_threads is None:
         draft_threads = max(1, len(cores) // 4)
-        if drafts == 1 and len(cores) >= 4:
+        if drafts == 1 and len(cores) >= 4:  # calls may give a single worker half of them
             half = divide_cores(len(cores) // 2)
     if not 1 <= draft_threads <= len(cores):
         raise ValueError(f"`num_threads` is {draft_threads}, but must be between 1 and the {len(cores)} cores here.")
     rest = cores[: max(0, len(cores) - drafts * draft_threads)] or cores[: len(cores) - draft_threads] or cores
     free = [core for core in cores if core not in rest] or list(cores)
-    places = range(0, drafts * draft_threads, draft_threads)
-    shares = tuple(tuple(free[(i + j) % len(free)] for j in range(draft_threads)) for i in places)
-    return CoreShare(rest, shares, half)
+    in_turn = itertools.cycle(free)
+    return CoreShare(rest, tuple(tuple(itertools.islice(in_turn, draft_threads)) for _ in range(drafts)), half)
 
 
 def pin(cores: tuple[int, ...]) -> None:
@@ -104,11 +101,7 @@ class TargetCores:
 
 
 class DraftCores:
-    """
-    The cores of a draft worker: its share beside the target, and those of both while the target waits for it. Targets
-    of several calls know nothing of each other, so it has half only if all calls leave it half, and the cores of both
-    only for a single call.
-    """
+    """The cores of a draft worker: its share beside the target, and those of both while the target waits for it."""
 
     # With at most so many `threads` of torch on all cores. `half` is its share in calls in which it has half of them.
     def __init__(self, share: Cores = None, everything: Cores = None, threads: int = 1, half: Cores = None):
@@ -118,6 +111,7 @@ class DraftCores:
 
     def serve(self, calls: list[tuple[bool, bool]]) -> None:
         """Serves these calls: of each, whether it leaves half to the draft, and whether its target works beside it."""
+        # Their targets know nothing of each other, so all must leave it half, and only a single one leaves it all.
         share = self.half if calls and all(half for half, _ in calls) else self.usual
         is_divided = len(calls) != 1 or calls[0][1]
         if share is None or (share, is_divided) == (self.share, self.is_divided):

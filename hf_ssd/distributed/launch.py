@@ -122,7 +122,7 @@ def assistant_for(draft: Draft, info=None) -> DraftAssistant | None:
         if assistant is not None and assistant.process == os.getpid():
             if not is_model or assistant.weights.fits():
                 return assistant
-            assistant.close()
+            known.pop(key).close()
         if is_model and _refused.get(draft) == structure_of(draft):
             return None
         try:
@@ -135,7 +135,6 @@ def assistant_for(draft: Draft, info=None) -> DraftAssistant | None:
             if not is_model:
                 raise
             logger.warning(f"The draft works in turn with the target, in this process. {error}")
-            known.pop(key, None)
             _refused[draft] = structure_of(draft)
             return None
         assistant.info, assistant.device = info, str(devices[0])

@@ -105,8 +105,8 @@ class Roles:
         """
         if self.is_draft:
             raise ValueError("This rank drafts, so it has no draft to talk to; call `roles.serve(model)`.")
-        places = [self._place(index) for index in range(self.num_draft_ranks)] if self.is_leader else []
-        starts = [functools.partial(SupervisedChild, place) for place in places]
+        indices = range(self.num_draft_ranks) if self.is_leader else ()
+        starts = [functools.partial(SupervisedChild, self._place(index)) for index in indices]
         return DraftAssistant([WorkerProcess(start, START_TIMEOUT) for start in starts], ranks=self.ranks)
 
     def serve(
@@ -137,7 +137,26 @@ class Roles:
         if weights is not None:
             weights.fill()
         del model  # the child shares the copied weights, so this process frees the model
-        supervise(self._place(self.rank - self.tp_size), settings, weights)
+        # Start a worker, and another one whenever the target asks for it, until the target or the store is gone.
+        place, number = self._place(self.rank - self.tp_size), 1
+        notes, process = join(place, STORE_TIMEOUT), Child(settings, weights, meeting_of(place, number))
+        try:
+            while not notes.check(["done"]):
+                if notes.add("asked", 0) > number:
+                    process.end()
+                    number += 1
+                    process = Child(settings, weights, meeting_of(place, number))
+                elif process.is_running and notes.check([f"kill/{number}"]):
+                    process.end()
+                elif not process.is_running and not notes.check([f"ended/{number}"]):
+                    notes.set(f"ended/{number}", process.stderr_tail() or " ")
+                time.sleep(POLL)
+        except RuntimeError:
+            pass  # the store is gone, and with it the target
+        finally:
+            process.end()
+            if weights is not None:
+                weights.close()
 
     def shutdown(self) -> None:
         """
@@ -252,25 +271,3 @@ class SupervisedChild:
         self.notes.set(f"kill/{self.number}", "yes")
         self.stderr_tail()  # when it has ended
 
-
-def supervise(place: dict, settings: dict, weights: SharedWeights | None) -> None:
-    """Starts a worker, and another worker whenever the target asks for it, until the target or the store is gone."""
-    notes, number = join(place, STORE_TIMEOUT), 1
-    process = Child(settings, weights, meeting_of(place, number))
-    try:
-        while not notes.check(["done"]):
-            if notes.add("asked", 0) > number:
-                process.end()
-                number += 1
-                process = Child(settings, weights, meeting_of(place, number))
-            elif process.is_running and notes.check([f"kill/{number}"]):
-                process.end()
-            elif not process.is_running and not notes.check([f"ended/{number}"]):
-                notes.set(f"ended/{number}", process.stderr_tail() or " ")
-            time.sleep(POLL)
-    except RuntimeError:
-        pass  # the store is gone, and with it the target
-    finally:
-        process.end()
-        if weights is not None:
-            weights.close()

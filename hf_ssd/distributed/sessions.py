@@ -130,18 +130,6 @@ class DraftSession:
     A link to the draft, for the length of a generate() call. A round is `send_outcome`, `receive_speculation`, and when
     sampling `receive_probabilities`, in this order. Each may raise [`DraftError`], and is not called again after it.
     `close` follows, whatever happened before, and may be called more than once.
-
-    - `begin()` sends the request. Nothing is to be closed before it.
-    - `send_outcome(outcome, plan)` says which tokens were decided since the last answer, and how to answer and prepare
-      now. The outcome of round 0 is the first token after the prompt.
-    - `join(row, start, tokens, options, seed)`, before an outcome and only if the prompts of the request are empty,
-      gives the tokens of a row after its first `start` tokens. With its `options`, which come with its last tokens, the
-      row takes part in the next verification, without tokens from the draft. Afterwards it has outcomes.
-    - `receive_speculation()` returns the next speculation, without probabilities. Rows that the target's process
-      proposes for have no tokens. If the plan names a proposer there, rows that missed have none either: their source
-      is `NOTHING`, and `send_proposals(tokens, sources)` must follow, which says what is verified.
-    - `receive_probabilities()` returns the distributions `(batch_size, lookahead, vocab_size)` that the tokens were
-      drawn from, or `None` if they are lost. It is not called for a speculation without tokens.
     """
 
     def begin(self) -> None:
@@ -161,10 +149,12 @@ class WorkerSession(DraftSession):
         self.channel.start(self.number, self.request)
 
     def join(self, row: int, start: int, tokens: list[int], options: GenerationConfig | None, seed: int) -> None:
+        """Gives the tokens of a row after its first `start`. With the last ones come its `options`."""
         settings = None if options is None else settings_of(options)
         self.channel.send(Message(Kind.JOIN, self.number, self.round + 1, [row, start, tokens, settings, seed]))
 
     def send_outcome(self, outcome: Outcome, plan: Plan) -> None:
+        """Says which tokens were decided since the last answer, at first that of the prefill, and how to go on."""
         self.round += 1
         self.awake = 0.0 if plan.mode == IN_TURN and self.takes_cores else AWAKE
         states, announced = outcome.states, None
@@ -175,15 +165,18 @@ class WorkerSession(DraftSession):
         self.channel.send(Message(Kind.OUTCOME, self.number, self.round, payload, announces=announced))
 
     def send_proposals(self, tokens: list[list[int]], sources: list[str], width: int = 0) -> None:
-        """With a `width`, asks the worker for the tokens that rows lack, and it answers with a speculation."""
+        """Says what is verified. With a `width`, asks for the tokens that rows lack, and a speculation answers."""
         told = Speculation(tokens, None, RoundRecord(lookahead=width, sources=sources))
         self.channel.send(Message(Kind.SPECULATION, self.number, self.round, wire.write_speculation(told)))
 
     def receive_speculation(self, timeout: float | None = None) -> Speculation:
+        # A row that has missed, and for which the plan names a proposer of the target's process, has no tokens and the
+        # source `NOTHING`. `send_proposals` must follow.
         self.speculation = self._receive(Kind.SPECULATION, timeout, wire.read_speculation, self.rows, self.vocab_size)
         return self.speculation
 
     def receive_probabilities(self) -> torch.FloatTensor:
+        """Returns the distributions of the tokens. A draft of another kind returns `None` if they are lost."""
         shape = self.rows, self.speculation.width, self.vocab_size
         return self._receive(Kind.PROBABILITIES, None, wire.read_probabilities, shape)
 
@@ -193,15 +186,13 @@ class WorkerSession(DraftSession):
         deadline = time.monotonic() + calls * (self.timeout if timeout is None else timeout)
         self.is_reusable = False  # until the worker has answered
         try:
-            while True:
-                message = self.channel.receive(self.number, max(0.0, deadline - time.monotonic()), self.awake)
-                is_error = message.kind == Kind.ERROR
-                if message.round >= self.round or is_error:
-                    break
-            if is_error:
-                traceback = str(message.payload)
-                self.is_reusable = "CUDA error" not in traceback  # after a CUDA error, the device fails in that process
-                raise DraftError(f"The draft worker raised:\n{traceback}")
+            message = None
+            while message is None or message.round < self.round:
+                message = self.channel.receive(self.number, deadline - time.monotonic(), self.awake)
+                if message.kind == Kind.ERROR:
+                    traceback = str(message.payload)
+                    self.is_reusable = "CUDA error" not in traceback  # it makes the device useless to that process
+                    raise DraftError(f"The draft worker raised:\n{traceback}")
             wire.expect(message, kind, self.number, self.round)
             result = read(message.payload, *size)
         except ProtocolError as error:

@@ -17,11 +17,7 @@ TIME_TO_READ = 0.5  # seconds for an answer of which others have used up the dea
 
 
 class SeveralDrafts(DraftSession):
-    """
-    No two workers prepare the same outcome, so each row takes the speculation of the worker that has it. If tokens are
-    missing, the first worker, the *primary*, completes the speculation, and the others are told the result; or all are
-    told what the target's process proposes for rows that missed.
-    """
+    """No two workers prepare the same outcome. The first worker, the *primary*, drafts the tokens that are missing."""
 
     def __init__(self, workers: list, number: int, request: SessionRequest):
         self.config, self.vocab_size = request.config, request.vocab_size

@@ -18,10 +18,7 @@ ALIGNMENT = 64  # bytes
 
 
 class SharedWeights:
-    """
-    A copy of a model's parameters and buffers in one block of shared memory. The model is only read, and not kept
-    alive. The memory has no name, so no file is left behind however the processes end.
-    """
+    """A copy of a model's parameters and buffers in shared memory. The model is only read, and not kept alive."""
 
     def __init__(self, model: PreTrainedModel):
         self.model = weakref.ref(model)
@@ -42,7 +39,7 @@ class SharedWeights:
         with self.lock:
             self.close()
             self.structure, self.recipe = structure, {**recipe, "entries": entries, "size": size}
-            self.descriptor, self.values = anonymous_file(), None
+            self.descriptor, self.values = anonymous_file(), None  # so no file is left behind by any end of a process
             os.ftruncate(self.descriptor, size)
             os.set_inheritable(self.descriptor, True)
             self.memory = torch.frombuffer(mmap.mmap(self.descriptor, size), dtype=torch.uint8)
@@ -84,10 +81,7 @@ def tensors_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def structure_of(model: PreTrainedModel) -> tuple[dict[str, str], list[list], int]:
-    """
-    Returns descriptions of the modules and tensors of a model by their names, and where its tensors are in a block of
-    memory, with the size of that. The result differs if the model has other layers, shapes, dtypes or ties than before.
-    """
+    """Returns what layers, shapes, dtypes and ties decide: the parts, and the places of the tensors in memory."""
     parts, entries, places, size = {}, [], {}, 0
     for name, module in model.named_modules(remove_duplicate=False):
         changed = " with forward hooks" if any(hooks_of(module)) else ""

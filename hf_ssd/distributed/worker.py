@@ -17,7 +17,6 @@ from transformers.utils import logging
 
 from .. import devices
 from ..cache import packed
-from ..cache.compiled import is_compiled
 from ..cache.support import MASKED_ATTENTION, last_position_limit
 from ..cache.trial import check_supported
 from ..drafting.draft_info import DraftInfo
@@ -59,7 +58,6 @@ def run() -> None:
             "identity": devices.identity(model.device),
             "pid": os.getpid(),
             "takes_cores": cores.share is not None,  # of the target, while that waits
-            "is_compiled": is_compiled(model),
             "uncompiled_because": uncompiled_because,
         }
     except Exception as error:

@@ -46,10 +46,7 @@ def check_system() -> None:
 
 
 class Child:
-    """
-    A fresh interpreter, so the user's script needs no `__main__` guard. It reads its settings from its standard input,
-    and ends when that closes, however this process ends. `end` kills it, and may be called more than once.
-    """
+    """A fresh interpreter, which reads its settings from its standard input, and ends when that closes."""
 
     def __init__(self, settings: dict, weights: SharedWeights | None = None, meeting: dict | None = None):
         import fcntl  # Windows has no such module; see `check_system`
@@ -77,7 +74,7 @@ class Child:
             env=environment,
             start_new_session=True,  # a Ctrl-C in the terminal is for the target
         )
-        self.end = weakref.finalize(self, _end_process, os.getpid(), self.popen)
+        self.end = weakref.finalize(self, _end_process, os.getpid(), self.popen)  # may be called more than once
         with contextlib.suppress(BrokenPipeError):  # the worker has ended already; its standard error tells why
             self.popen.stdin.write(json.dumps(settings).encode() + b"\n")
             self.popen.stdin.flush()
@@ -129,7 +126,6 @@ class WorkerProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the worker is connected and its process runs."""
         channel = self.channel  # another thread may replace it
         return channel is not None and channel.is_alive
 

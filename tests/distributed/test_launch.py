@@ -16,14 +16,13 @@ from transformers import MambaConfig, MambaForCausalLM, QuantoConfig
 from transformers.utils import logging
 
 import hf_ssd
-from hf_ssd.distributed import launch, worker_process
+from hf_ssd.distributed import worker_process
 from hf_ssd.distributed.launch import assistant_for, worker_settings
 from hf_ssd.distributed.worker import load_model
-from hf_ssd.distributed.worker_process import Child
 from hf_ssd.drafting.resolver import config_at
 from hf_ssd.rounds import IN_TURN
 
-from ..helpers.processes import children, ends_within
+from ..helpers.processes import children, ends_within, noted_workers
 from ..helpers.tiny import padded_batch, ready, tiny_draft, tiny_model
 
 CONFIG = hf_ssd.SSDConfig(lookahead=3, budget=8, fan_out="uniform")
@@ -57,16 +56,7 @@ def test_a_folder_as_assistant_model_is_checked_before_it_is_loaded(tmp_path, ta
 
 @pytest.fixture
 def started(monkeypatch):
-    """The workers that are started."""
-    processes = []
-
-    class Noted(Child):
-        def __init__(self, *args):
-            super().__init__(*args)
-            processes.append(self.popen)
-
-    monkeypatch.setattr(launch, "Child", Noted)
-    return processes
+    return noted_workers(monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +212,7 @@ def test_without_a_compiler_the_draft_runs_as_it_is(tmp_path, monkeypatch, caplo
     inputs, options = padded_batch(2), {"max_new_tokens": 20, "do_sample": False}
     logging.enable_propagation()
     with hf_ssd.launch_draft(draft, num_threads=1, compile=True) as assistant:
-        assert not assistant.workers[0].worker_info["is_compiled"]
+        assert "no_such_compiler" in assistant.workers[0].worker_info["uncompiled_because"]
         output = target.generate(**inputs, **options, assistant_model=assistant, ssd_config=CONFIG)
     logging.disable_propagation()
     assert torch.equal(output, target.generate(**inputs, **options))

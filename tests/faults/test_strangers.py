@@ -26,7 +26,7 @@ from ..helpers.channels import both, channel_ends
 from ..helpers.tiny import padded_batch, tiny_draft
 
 DRAFT = {"vocab_size": 97, "mask_token": None, "positions": None}
-INFO = {"draft": DRAFT, "device": "cpu", "identity": None, "pid": 1, "is_compiled": False, "uncompiled_because": None}
+INFO = {"draft": DRAFT, "device": "cpu", "identity": None, "pid": 1, "uncompiled_because": None}
 
 
 def prove(channel):
