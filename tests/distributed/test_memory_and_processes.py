@@ -21,18 +21,13 @@ from hf_ssd.drafting.draft_info import DraftInfo
 
 from ..helpers.at_length import AtLength
 from ..helpers.calls import call
+from ..helpers.processes import workers_are
 from ..helpers.programs import run
 from ..helpers.thread_worker import ThreadWorker
 from ..helpers.tiny import padded_batch, ready, tiny_draft, tiny_model
 
 FIXED = hf_ssd.SSDConfig(lookahead=3, budget=8)
 IN_TURN = hf_ssd.SSDConfig(lookahead=3, asynchronous=False)
-
-
-def workers_are(monkeypatch, command: list[str]) -> None:
-    """Starts another program in the place of each worker."""
-    popen = subprocess.Popen
-    monkeypatch.setattr(worker_process.subprocess, "Popen", lambda _, **options: popen(command, **options))
 
 
 # ---------------------------------------------------------------- memory

@@ -7,37 +7,25 @@ import pytest
 import torch
 
 from hf_ssd.distributed import transport
-from hf_ssd.distributed.shared_channel import SharedChannel
 from hf_ssd.distributed.transport import PeerLost
 from hf_ssd.distributed.wire import FRAME_LENGTH, Kind, Message, ProtocolError
 
-from ..helpers.channels import both, channel_ends
+from ..helpers.channels import SharedEnds, both
 
 COUNT = 40
 
 
-class Ends:
-    """A shared channel with two open sessions, and the worker's end, which closes when the worker is ended."""
-
-    def __init__(self):
-        own, self.draft = channel_ends()
-        self.process = SimpleNamespace(is_running=True, end=self.end)
-        self.channel = SharedChannel(own, self.process)
-        self.start(1)
-        self.start(2)
-
-    def start(self, number):
-        self.channel.start(number, SimpleNamespace(to_dict=dict, translation=None, prompts=[0], vocab_size=9))
-        assert self.draft.receive(10).session == number
-
-    def end(self):
-        self.process.is_running = False
-        self.draft.close()
+def start(ends, number):
+    ends.channel.start(number, SimpleNamespace(to_dict=dict, translation=None, prompts=[0], vocab_size=9))
+    assert ends.draft.receive(10).session == number
 
 
 @pytest.fixture
 def ends():
-    ends = Ends()
+    """With two open sessions."""
+    ends = SharedEnds()
+    start(ends, 1)
+    start(ends, 2)
     yield ends
     ends.end()
     for number in (0, 1, 2):
@@ -92,7 +80,7 @@ def test_an_interrupt_loses_nothing_or_ends_the_worker_for_all(ends, monkeypatch
     ends.draft.send(Message(Kind.SPECULATION, 2, 7))
     assert interrupted(ends, monkeypatch, "wait").round == 7 and ends.process.is_running
     assert ends.draft.receive(10).kind == Kind.END
-    ends.start(1)
+    start(ends, 1)
     ends.draft.send(Message(Kind.SPECULATION, 2, 8))
     with pytest.raises(PeerLost):
         interrupted(ends, monkeypatch, "unpack")  # the message may be lost

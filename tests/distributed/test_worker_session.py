@@ -12,38 +12,31 @@ from transformers import GenerationConfig
 import hf_ssd
 from hf_ssd.distributed import wire
 from hf_ssd.distributed.sessions import SessionRequest, WorkerSession
-from hf_ssd.distributed.shared_channel import SharedChannel
 from hf_ssd.distributed.transport import DRAFT, broadcast
 from hf_ssd.distributed.wire import Kind, Message
 from hf_ssd.rounds import AHEAD, NOTHING, PREPARED, Outcome, Plan, RoundRecord, Speculation
 
-from ..helpers.channels import channel_ends
+from ..helpers.channels import SharedEnds
 
 NUMBER, ROWS = 5, 2
 
 
-def speculation(tokens, **changes):
-    record = RoundRecord(sources=[PREPARED, NOTHING], **changes)
-    return wire.write_speculation(Speculation(tokens, None, record))
+def speculation(tokens):
+    return wire.write_speculation(Speculation(tokens, None, RoundRecord(sources=[PREPARED, NOTHING])))
 
 
-class Line:
+class Line(SharedEnds):
     """A session whose other end is played by the test."""
 
     def __init__(self):
-        (self.target, self.draft), self.killed = channel_ends(), False
-        process = SimpleNamespace(is_running=True, stderr_tail=lambda: "", end=self.kill)
-        worker = SimpleNamespace(channel=SharedChannel(self.target, process), worker_info={"vocab_size": 9})
+        super().__init__()
+        worker = SimpleNamespace(channel=self.channel, worker_info={})
         request = SessionRequest(hf_ssd.SSDConfig(timeout=2.0), GenerationConfig(), [torch.tensor([1])] * ROWS, 0, 9)
         self.session = WorkerSession(worker, NUMBER, request)
         self.session.begin()
         for _ in range(3):
             self.session.send_outcome(Outcome([[3], [4]]), Plan(AHEAD, 2, 2, 4))
         assert self.session.round == 2
-
-    def kill(self):
-        self.killed = True
-        self.draft.close()  # whose process has ended
 
     def say(self, kind=Kind.SPECULATION, session=NUMBER, round_=2, payload=None, change=None):
         payload = speculation([[1, 2], [3, round_]]) if payload is None else payload
@@ -74,7 +67,7 @@ def test_a_worker_that_is_busy_with_other_calls_has_the_time_for_them_too(line, 
         with pytest.raises(hf_ssd.DraftError, match="did not answer within 0.5 s"):
             heard(line, {"round_": 1})  # which is late itself
         line.session.close()
-        assert line.killed
+        assert not line.process.is_running
     late.cancel()
 
 
@@ -98,7 +91,7 @@ def heard(line, *sayings):
 def test_late_answers_are_dropped(line, late):
     assert heard(line, late, late, {}).tokens == [[1, 2], [3, 2]]
     line.session.close()
-    assert not line.killed
+    assert line.process.is_running
 
 
 @pytest.mark.parametrize(
@@ -107,12 +100,9 @@ def test_late_answers_are_dropped(line, late):
         ({"round_": 3}, "expected SPECULATION of session 5, round 2"),
         ({"kind": Kind.PROBABILITIES, "payload": [1.0] * 300}, "received PROBABILITIES of session 5"),
         ({"change": (0, 1234)}, "does not come from hf_ssd"),
-        ({"payload": list(range(5))}, "a speculation has not the 11 numbers"),
         ({"payload": [3, 4]}, r"\[3, 4\] cannot be a speculation"),
         ({"payload": speculation([[1, 2]])}, r"\[-1\] cannot be the ranks of a speculation"),
-        ({"payload": speculation([[1, 2], [3, 4]], passes=-1)}, "-1 cannot be the passes of a speculation"),
         ({"payload": speculation([[1, 2], [3, 9]])}, r"\[3, 9\] are not numbers from 0 to 8"),
-        ({"payload": speculation([[1, 2], [-3, 8]])}, r"\[-3, 8\] are not numbers from 0 to 8"),
     ],
     ids=str,
 )
@@ -120,7 +110,7 @@ def test_what_makes_no_sense_is_named_and_not_acted_on(line, saying, words):
     with pytest.raises(hf_ssd.DraftError, match=f"something unexpected: .*{words}"):
         heard(line, saying)
     line.session.close()
-    assert line.killed  # the next call has another worker
+    assert not line.process.is_running  # the next call has another worker
 
 
 def test_the_next_message_can_arrive_while_the_target_computes_also_in_greedy_calls(line):

@@ -20,10 +20,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hypothesis.stateful import run_state_machine_as_test as run_machine
 
 import hf_ssd
-from hf_ssd.distributed import launch
 from hf_ssd.distributed.assistant import DraftAssistant
 from hf_ssd.distributed.sessions import WorkerSession
-from hf_ssd.distributed.worker_process import Child
 from hf_ssd.generation import deciding
 from hf_ssd.stats import SSDStats
 
@@ -31,6 +29,7 @@ from ..conformance.test_greedy import accepts_one_too_many
 from ..helpers.at_length import AtLength
 from ..helpers.calls import call
 from ..helpers.channels import both
+from ..helpers.processes import noted_workers
 from ..helpers.tiny import padded_batch, ready, tiny_draft, tiny_model
 
 NEW_TOKENS, PROMPT = 24, 9
@@ -52,20 +51,10 @@ def plain(rows):
     return target().generate(**padded_batch(rows), max_new_tokens=NEW_TOKENS, do_sample=False)
 
 
-class Noted(Child):
-    """The workers of the calls here are noted."""
-
-    started = []
-
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        self.started.append(self.popen)
-
-
 def workers():
     """The worker processes that have not ended, as far as one can know."""
     found = []
-    for popen in Noted.started:
+    for popen in Calls.started:
         with contextlib.suppress(psutil.NoSuchProcess):
             if popen.poll() is None:
                 found.append(psutil.Process(popen.pid))
@@ -85,6 +74,7 @@ class Calls(RuleBasedStateMachine):
     """
 
     steps: Counter = Counter()
+    started: list = []  # the processes of workers
     assistant, closed = None, True
 
     def __init__(self):
@@ -237,12 +227,11 @@ class Calls(RuleBasedStateMachine):
 def run(examples, steps):
     """Returns how often there was what."""
     Calls.steps.clear()
-    Noted.started.clear()
     gc.collect()  # so that a forked process does not have to collect what other tests have left
     how = {"derandomize": True, "database": None, "suppress_health_check": list(HealthCheck)}
     how |= {"phases": [Phase.generate]}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "Child", Noted)
+        Calls.started = noted_workers(patch)
         try:
             run_machine(Calls, settings=settings(max_examples=examples, stateful_step_count=steps, **how))
         finally:

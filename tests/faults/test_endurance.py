@@ -2,20 +2,19 @@
 
 import functools
 import gc
-import os
-import subprocess
 import sys
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
 import torch
 
 import hf_ssd
-from hf_ssd.distributed import worker_process
 
 from ..helpers.calls import call
 from ..helpers.channels import both
+from ..helpers.processes import workers_are
+from ..helpers.programs import run
 from ..helpers.tiny import tiny_draft, tiny_model
 
 CONFIG = {"lookahead": 2, "budget": 4}
@@ -29,10 +28,10 @@ def footprint(process):
 @pytest.mark.slow
 def test_two_hundred_calls_leave_nothing_behind(monkeypatch):
     """In both processes the collector is off: what a call took is free when it returns."""
-    popen, sizes = subprocess.Popen, {"num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 600}
+    sizes = {"num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 600}
     target, draft = hf_ssd.enable(tiny_model(**sizes)), tiny_draft(**sizes)
-    program = [sys.executable, "-c", "import gc; gc.disable(); from hf_ssd.distributed.worker import main; main()"]
-    monkeypatch.setattr(worker_process.subprocess, "Popen", lambda _, **options: popen(program, **options))
+    program = "import gc; gc.disable(); from hf_ssd.distributed.worker import main; main()"
+    workers_are(monkeypatch, [sys.executable, "-c", program])
     prompts = torch.randint(2, 97, (260, 2, 100), generator=torch.Generator().manual_seed(0))
     with hf_ssd.launch_draft(draft, num_threads=1) as assistant:
         worker = assistant.workers[0].process.popen
@@ -68,12 +67,9 @@ for _ in range(5):
 
 @pytest.mark.slow
 def test_several_programs_at_the_same_time():
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, "-c", PROGRAM]
-    running = [subprocess.Popen(command, stderr=subprocess.PIPE, env=environment) for _ in range(3)]
-    for process in running:
-        _, errors = process.communicate(timeout=200)
-        assert process.returncode == 0, errors.decode()
+    with ThreadPoolExecutor() as threads:
+        programs = [threads.submit(run, "-c", PROGRAM, timeout=200) for _ in range(3)]
+    assert [program.result() for program in programs] == [""] * 3
 
 
 @pytest.mark.slow

@@ -1,9 +1,11 @@
 """The two ends of a channel in this process, and steps that run at the same time."""
 
 import threading
+from types import SimpleNamespace
 
 import torch.distributed as dist
 
+from hf_ssd.distributed.shared_channel import SharedChannel
 from hf_ssd.distributed.transport import Channel
 
 
@@ -29,3 +31,16 @@ def channel_ends() -> list[Channel]:
     """Returns the target's end and the draft's."""
     store = dist.HashStore()
     return both(lambda: Channel(store, True), lambda: Channel(store, False))
+
+
+class SharedEnds:
+    """A channel that sessions share, and the worker's end of it, which closes when the worker is ended."""
+
+    def __init__(self):
+        self.target, self.draft = channel_ends()
+        self.process = SimpleNamespace(is_running=True, stderr_tail=lambda: "", end=self.end)
+        self.channel = SharedChannel(self.target, self.process)
+
+    def end(self):
+        self.process.is_running = False
+        self.draft.close()
