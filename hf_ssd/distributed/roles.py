@@ -270,4 +270,3 @@ class SupervisedChild:
     def end(self) -> None:
         self.notes.set(f"kill/{self.number}", "yes")
         self.stderr_tail()  # when it has ended
-
