@@ -28,55 +28,21 @@ roc_bert sarvam_mla sarvam_moe seed_oss smollm3 solar_open stablelm starcoder2 v
 xlm-roberta-xl xmod youtu zamba2 zaya
 """
 
-# The others: their state as a target and as a draft. Words other than `supported` are keys of `REFUSED`; families that
-# are `not_built` are in `NOT_BUILT`.
-OTHERS = """
-bart                       no_positions   own_mask
-bigbird_pegasus            no_positions   own_mask
-blenderbot                 no_positions   own_mask
-blenderbot-small           no_positions   own_mask
-bloom                      no_positions   no_mask
-blt                        not_built      not_built
-cpmant                     no_positions   no_mask
-deepseek_v4                compressed     compressed
-dots3_note                 not_built      not_built
-falcon_mamba               no_attention   no_attention
-gemma3n                    not_built      not_built
-gemma4_assistant           not_built      not_built
-gemma4_unified_assistant   not_built      not_built
-git                        not_built      not_built
-gpt_neo                    own_mask       own_mask
-inkling2_loop_text         no_mask        no_mask
-inkling2_text              no_mask        no_mask
-inkling_text               no_mask        no_mask
-jamba                      forgets        forgets
-mamba                      no_attention   no_attention
-mamba2                     no_attention   no_attention
-marian                     no_positions   own_mask
-mbart                      no_positions   own_mask
-minimax                    own_cache      own_cache
-moss_transcribe_diarize    no_positions   supported
-mpt                        no_positions   no_mask
-musicgen                   not_built      not_built
-musicgen_melody            not_built      not_built
-mvp                        no_positions   own_mask
-openai-gpt                 no_mask        no_mask
-pegasus                    no_positions   own_mask
-plbart                     no_positions   own_mask
-prophetnet                 no_positions   no_mask
-qwen4_exp                  indexed        indexed
-qwen4_exp_text             indexed        indexed
-recurrent_gemma            forgets        forgets
-reformer                   own_cache      own_cache
-roformer                   no_positions   own_mask
-rwkv                       own_cache      own_cache
-trocr                      no_positions   own_mask
-whisper                    no_positions   supported
-xlm                        no_mask        no_mask
-xlnet                      own_cache      own_cache
-xlstm                      own_cache      own_cache
-zamba                      forgets        forgets
-"""
+# The others: their states as a target and as a draft. Words other than `supported` are keys of `REFUSED`.
+OTHERS = {
+    ("no_positions", SUPPORTED): "moss_transcribe_diarize whisper",
+    ("no_positions", "no_mask"): "bloom cpmant mpt prophetnet",
+    ("no_positions", "own_mask"): """
+        bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart roformer trocr
+    """,
+    ("compressed", "compressed"): "deepseek_v4",
+    ("forgets", "forgets"): "jamba recurrent_gemma zamba",
+    ("indexed", "indexed"): "qwen4_exp qwen4_exp_text",
+    ("no_attention", "no_attention"): "falcon_mamba mamba mamba2",
+    ("no_mask", "no_mask"): "inkling2_loop_text inkling2_text inkling_text openai-gpt xlm",
+    ("own_cache", "own_cache"): "minimax reformer rwkv xlnet xlstm",
+    ("own_mask", "own_mask"): "gpt_neo",
+}
 
 # The sentences that refuse a family, after the name of the model's class.
 REFUSED = {
@@ -125,7 +91,8 @@ POPULAR = ("llama", "qwen3", "gemma3_text", "mistral", "phi3", "gpt_oss", "qwen3
 MULTIMODAL = ("gemma3", "gemma4", "llama4", "llava", "mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_vl")
 
 FAMILIES = dict.fromkeys(BOTH.split(), (SUPPORTED, SUPPORTED))
-FAMILIES |= {name: (target, draft) for name, target, draft in map(str.split, OTHERS.strip().splitlines())}
+FAMILIES |= {name: states for states, names in OTHERS.items() for name in names.split()}
+FAMILIES |= dict.fromkeys(NOT_BUILT, ("not_built", "not_built"))
 
 # Pairs that people use: hub ids, form of the draft, vocabulary sizes of the models' logits, and "ours": what was done
 # with the pair here.
