@@ -16,6 +16,7 @@ import torch
 import transformers
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import hf_ssd
 
@@ -74,18 +75,12 @@ class Event:
 
 
 class StandInGPU(TorchFunctionMode):
-    """
-    While it is active, tensors can be made on `cuda` and moved there.
-
-    Attributes:
-        visits (`list[tuple[str, Counter[Wait]]]`): Each phase that was told to begin, and the waits in it.
-        operations (`int`): What the device was asked to do.
-    """
+    """While it is active, tensors can be made on `cuda` and moved there."""
 
     def __init__(self):
         super().__init__()
-        self.visits: list[tuple[str, Counter]] = []
-        self.operations = 0
+        self.visits: list[tuple[str, Counter[Wait]]] = []  # each phase that was told to begin, and the waits in it
+        self.operations = 0  # that the device was asked for
         self.coming: list[tuple[Tensor, Tensor]] = []  # copies to the host that have not arrived, with their source
         self.begin("")
 
@@ -121,7 +116,7 @@ class StandInGPU(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
-        tensors = list(_tensors((args, kwargs)))
+        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
         any_here = any(isinstance(tensor, OnGPU) for tensor in tensors)
         asks = func.__name__ != "__get__"  # a shape is known
         self.operations += asks and (any_here or torch.device(kwargs.get("device") or "cpu").type == "cuda")
@@ -207,23 +202,9 @@ def to_gpu(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def _tensors(value):
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _tensors(one)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
-
-
 def _on_gpu(value):
     """Makes tensors of a result such of the stand-in."""
-    if isinstance(value, Tensor) and not isinstance(value, OnGPU):
-        return value.as_subclass(OnGPU)
-    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-        return type(value)([_on_gpu(one) for one in value])
-    return value
+    return tree_map_only(Tensor, lambda one: one if isinstance(one, OnGPU) else one.as_subclass(OnGPU), value)
 
 
 def _place() -> str:

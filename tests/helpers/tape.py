@@ -44,7 +44,7 @@ class Tape(TorchDispatchMode):
             raise NotCaptured(f"operation not permitted when stream is capturing: {func}")
         with torch._C.DisableTorchFunction():
             result = func(*args, **(kwargs or {}))
-        if func._schema.is_mutable or not _places(result) <= _places((args, kwargs)):  # not a view
+        if not _is_view(func, result, (args, kwargs)):
             self.steps.append((func, args, kwargs or {}, result))
         return result
 
@@ -54,6 +54,10 @@ class Tape(TorchDispatchMode):
             for kept, new in zip(tree_leaves(result), tree_leaves(again)):
                 if isinstance(kept, Tensor) and kept.data_ptr() != new.data_ptr():
                     kept.copy_(new)
+
+
+def _is_view(func, result, arguments) -> bool:
+    return not func._schema.is_mutable and _places(result) <= _places(arguments)
 
 
 def _places(values) -> set[int]:
@@ -70,7 +74,7 @@ class Launches(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         with torch._C.DisableTorchFunction():
             result = func(*args, **(kwargs or {}))
-        self.count += func._schema.is_mutable or not _places(result) <= _places((args, kwargs))
+        self.count += not _is_view(func, result, (args, kwargs))
         return result
 
 
@@ -84,20 +88,14 @@ class Reads(TorchFunctionMode):
 
 
 class TapeCapture:
-    """
-    Takes the place of [`~hf_ssd.cache.graphs.CudaCapture`]. A replay spoils the results of all other passes.
+    """Takes the place of [`~hf_ssd.cache.graphs.CudaCapture`]. A replay spoils the results of all other passes."""
 
-    Attributes:
-        made (`list[TapeCapture]`): Those of all models.
-        captured, replayed (`int`): How many passes.
-        recorded (`int`): Operations of all passes that were captured.
-    """
-
-    made: "list[TapeCapture]" = []
+    made: "list[TapeCapture]" = []  # those of all models
 
     def __init__(self, device: torch.device):
         self.results: list[Tensor] = []
-        self.captured = self.replayed = self.recorded = 0
+        self.captured = self.replayed = 0  # passes
+        self.recorded = 0  # operations of all passes that were captured
         TapeCapture.made.append(self)
 
     def __call__(self, forward):
