@@ -1,27 +1,37 @@
-"""The processes that this one has started."""
+"""The processes that this one has started, and waits for what is soon so."""
 
 import subprocess
 import time
+from collections.abc import Callable
 
 import psutil
 
 from hf_ssd.distributed import launch, worker_process
 
 
+def within(seconds: float, condition: Callable[[], bool]) -> bool:
+    """Waits until a condition holds, and says whether it did in time."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return condition()
+
+
 def children() -> set[int]:
     return {p.pid for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE}
 
 
+def has_ended(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 def ends_within(pid: int, seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        try:
-            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-                return True
-        except psutil.NoSuchProcess:
-            return True
-        time.sleep(0.02)
-    return False
+    return within(seconds, lambda: has_ended(pid))
 
 
 def noted_workers(monkeypatch) -> list[subprocess.Popen]:

@@ -26,8 +26,9 @@ from hf_ssd.cli.serve import free_port
 from hf_ssd.serving.server import Server
 
 from . import preloaded
+from .processes import ends_within, within
+from .programs import PAIR
 
-PAIR = Path(__file__).parents[2] / "examples" / "pair"
 START_TIMEOUT = 120.0
 LONG = 20_000  # positions: a call that fills them lasts far longer than a test
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -176,9 +177,7 @@ class ServerProcess(Client):
     def ends_with_its_worker(self, number: int) -> bool:
         """Interrupts it, and says whether it has ended well and its worker too."""
         worker = self.worker()
-        code = self.stop(number)
-        gone = within(5, lambda: not psutil.pid_exists(worker.pid) or worker.status() == psutil.STATUS_ZOMBIE)
-        return code == 0 and gone
+        return self.stop(number) == 0 and ends_within(worker.pid, 5)
 
 
 class ServerThread(Client):
@@ -202,12 +201,3 @@ class ServerThread(Client):
         self.served.server.should_exit = True
         self.thread.join(30)
         assert not self.thread.is_alive()
-
-
-def within(seconds: float, condition) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.05)
-    return condition()
