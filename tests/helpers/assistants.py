@@ -103,15 +103,9 @@ def agreement(
 ) -> list[bool]:
     """
     Decodes three rows with a draft, and returns for some rounds and rows whether the same tokens are drafted as by the
-    `reference`, which takes the target, the draft, a text and a number of tokens.
-
-    Args:
-        length (`int`): Of the longest prompt.
-        compared (`int`, *optional*): How many tokens of a speculation are compared; by default all.
-        ends (`bool`): Whether a row ends before the others, and prompts are read in chunks.
-        prepares (`bool`): Whether the draft works ahead. Tokens that it drafts just in time are compared, after hits
-            too.
-        settings: Of [`SSDConfig`].
+    `reference`, which takes the target, the draft, a text and a number of tokens: the first ones of a speculation that
+    are `compared`, or all. With `ends` a row ends before the others, and prompts are read in chunks. A draft that
+    `prepares` works ahead, and the tokens that it drafts just in time are compared, after hits too.
     """
     (target, draft), inputs, outputs = pair, padded_batch(3, length), []
     options = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}

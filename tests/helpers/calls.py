@@ -10,12 +10,8 @@ from .tiny import padded_batch
 
 def call(target, draft, rows=2, processor=None, seed=None, inputs=None, settings=None, plain=None, **options):
     """
-    Returns the output.
-
-    Args:
-        plain (`torch.LongTensor`, *optional*): What plain generation returns, if that is known.
-        processor (`LogitsProcessor`, *optional*): Of the call with the draft alone.
-        settings (`dict`, *optional*): Those of `SSDConfig` that are not the usual ones.
+    Returns the output. The processor is of the call with the draft alone, the settings are those of `SSDConfig` that
+    are not the usual ones, and `plain` is what plain generation returns, if that is known.
     """
     config = hf_ssd.SSDConfig(**{"lookahead": 3, "budget": 8, **(settings or {})})
     options = {**(inputs or padded_batch(rows)), "max_new_tokens": 30, "do_sample": False, **options}

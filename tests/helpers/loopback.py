@@ -71,11 +71,7 @@ class PackingChannel:
 class Loopback:
     """
     With the interface of [`~hf_ssd.distributed.worker_process.WorkerProcess`] that sessions use. It works while the
-    target waits for it.
-
-    Args:
-        model (`PreTrainedModel`): The draft model.
-        during_work (`Callable`, *optional*): Returns a context manager, in which the worker works.
+    target waits for it, within the context manager that `during_work` returns.
     """
 
     is_alive = is_ready = is_running = True

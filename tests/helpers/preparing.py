@@ -44,11 +44,7 @@ class Whims:
 def preparing(planned=ahead, outcome_arrived=lambda: False):
     """
     Prepares ahead of time in this process, where calls draft in turn otherwise, and collects the share of rows that hit
-    in each round.
-
-    Args:
-        planned (`Callable`): Makes the plan from that of the planner and the settings.
-        outcome_arrived (`Callable`): See [`prepare_until`].
+    in each round. `planned` makes the plan from that of the planner and the settings; see [`prepare_until`] too.
     """
     hits, plans, take_in = [], {}, Proposers.take_in
 

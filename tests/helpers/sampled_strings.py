@@ -43,14 +43,9 @@ def exact_probabilities(target, prompt=PROMPT, warpers=None, skipped=1, end=None
         if end is not None:
             p[(prefixes[:, prompt.shape[1] :] == end).any(dim=1)] = torch.eye(SMALL)[0]
         joint = (joint[:, None] * p).flatten()
-        prefixes = every_continuation(prefixes)
+        tokens = torch.arange(SMALL).repeat(len(prefixes))[:, None]  # each prefix with each token after it
+        prefixes = torch.cat([prefixes.repeat_interleave(SMALL, 0), tokens], dim=1)
     return joint.view(SMALL**skipped, -1).sum(0).double()
-
-
-def every_continuation(prefixes):
-    """Each prefix with each token behind it, in the order of their numbers."""
-    tokens = torch.arange(SMALL).repeat(len(prefixes))[:, None]
-    return torch.cat([prefixes.repeat_interleave(SMALL, 0), tokens], dim=1)
 
 
 def p_value(*pair, **settings):

@@ -26,19 +26,12 @@ class StoppableServer(DraftServer):
 
 
 class ThreadWorker(WorkerProcess):
-    """
-    Args:
-        draft (`PreTrainedModel`): The draft model.
-
-    Attributes:
-        sent (`list[Message]`): What the target has sent.
-    """
-
     meeting = {}  # it meets nobody
 
     def __init__(self, draft):
         super().__init__(launch=lambda: self, timeout=60.0)  # it is its own process
-        self.draft, self.sent, self.server = draft, [], None
+        self.draft, self.server = draft, None
+        self.sent: list[Message] = []  # by the target
 
     def _connect(self):
         self.own_end, self.other_end = channel_ends()
