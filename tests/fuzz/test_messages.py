@@ -192,18 +192,12 @@ def test_the_mutant_a_header_that_is_believed_is_noticed(monkeypatch, recorded):
         test_damaged_frames(recorded, QUICK)
 
 
-@pytest.mark.parametrize(
-    "name, mutant",
-    [
-        ("read_list", lambda values, length, of_what: values),
-        ("read_numbers", lambda numbers, most, first=0, last=2**63 - 1: numbers),
-        ("read_json", json.loads),
-        (
-            "read_features",
-            lambda payload, tokens, width: torch.as_tensor(payload)[: tokens * width].view(tokens, width),
-        ),
-    ],
-)
+@pytest.mark.parametrize("name, mutant", [
+    ("read_list", lambda values, length, of_what: values),
+    ("read_numbers", lambda numbers, most, first=0, last=2**63 - 1: numbers),
+    ("read_json", json.loads),
+    ("read_features", lambda payload, tokens, width: torch.as_tensor(payload)[: tokens * width].view(tokens, width)),
+])  # fmt: skip
 def test_checks_that_are_left_out_are_noticed(monkeypatch, recorded, name, mutant):
     monkeypatch.setattr(wire, name, mutant)
     with pytest.raises(Exception) as error:
