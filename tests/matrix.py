@@ -14,7 +14,7 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 
 from .helpers.families import sharp_model, tiny_config
 from .helpers.last_token import LastToken
-from .helpers.tiny import FAMILIES, VOCAB, tiny_draft, tiny_model
+from .helpers.tiny import FAMILIES, FEW, VOCAB, tiny_draft, tiny_model
 from .helpers.vocabularies import DRAFT, TARGET, printable, renamed_draft, resized_draft, tokenizer
 
 AHEAD, IN_TURN = {"ahead"}, {"in_turn"}  # modes
@@ -51,7 +51,6 @@ def offloaded(first: str, last: str):
 BOTH = {"tokenizer": tokenizer(TARGET), "assistant_tokenizer": tokenizer(DRAFT)}
 TWO = {"devices": ["cpu", "cpu"]}
 MASK = VOCAB - 1  # of drafts that draft in parallel
-FEW = 12  # tokens, so that texts repeat themselves
 PAIRS = {
     # so that some tokens are accepted and some are not
     **{name: Pair(lambda name=name: tiny_draft(name, disagreement=0.024 if name == "gemma" else 0.03),

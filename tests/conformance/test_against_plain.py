@@ -15,6 +15,7 @@ from hf_ssd.drafting.sampling import SpeculationNoise
 from hf_ssd.generation import deciding
 from hf_ssd.generation.sequences import Sequences
 
+from ..helpers.mutants import instead_of
 from ..helpers.preparing import ahead, preparing
 from ..helpers.suites import quick_first
 from ..helpers.tiny import VOCAB, tiny_draft
@@ -54,6 +55,7 @@ def draft():
     return tiny_draft(disagreement=0.01)
 
 
+RETURNED = {"return_dict_in_generate": True, "output_scores": True}
 NO_TOKEN_LEFT = "probability tensor contains", "but found invalid values"  # of torch, and of `eta_cutoff` and `top_h`
 HITS = []  # the share of rows that hit, in each round of each call
 
@@ -78,8 +80,8 @@ class Notes(LogitsProcessor):
 class Trie:
     """Allows a few ways on from each token, and knows no prefix but those; once a row has ended, padding."""
 
-    def __init__(self, ways, prompt_length, ends, prefixes):
-        self.ways, self.prompt_length, self.ends, self.prefixes = ways, prompt_length, ends, prefixes
+    def __init__(self, ways, prompt_length, prefixes):
+        self.ways, self.prompt_length, self.prefixes = ways, prompt_length, prefixes
 
     def after(self, token):
         return [(5 * token + 11 * way) % (VOCAB - 2) + 2 for way in range(self.ways)]
@@ -110,14 +112,14 @@ class Stops(StoppingCriteria):
 
 
 @st.composite
-def dialogues(draw, options, of_each=()):
+def dialogues(draw, do_sample, options, of_each=()):
     """Prompts of several turns, options of generate() (some of them of each call), settings, a seed."""
     rows = draw(st.integers(1, 4))
     prompts = draw(st.lists(st.lists(TOKENS, min_size=1, max_size=7), min_size=rows, max_size=rows))
     questions = draw(st.lists(st.lists(TOKENS, min_size=1, max_size=4), max_size=2))
     options = {**OPTIONS, **options}
     always = {"max_new_tokens": st.integers(1, 16), **{name: options.pop(name) for name in of_each}}
-    options = draw(st.fixed_dictionaries(always, optional=options))
+    options = {**draw(st.fixed_dictionaries(always, optional=options)), "do_sample": do_sample}
     config = hf_ssd.SSDConfig(asynchronous=False, **draw(st.fixed_dictionaries(SETTINGS)))
     dtype = draw(st.sampled_from([torch.float32, torch.float32, torch.float64, torch.bfloat16]))
     masks_pads, seed = draw(st.booleans()), draw(st.integers(0, 99))
@@ -143,17 +145,17 @@ def arguments(options, prompt_length, tokenizer):
     if "processor" in options:
         options["logits_processor"] = LogitsProcessorList([Notes(options.pop("processor"), shown)])
     if "constraint" in options:
-        trie = Trie(options.pop("constraint"), prompt_length, options.get("eos_token_id", []), asked)
-        options["prefix_allowed_tokens_fn"] = trie
+        options["prefix_allowed_tokens_fn"] = Trie(options.pop("constraint"), prompt_length, asked)
     if "stop_strings" in options:
         options["stop_strings"] = tokenizer.convert_ids_to_tokens(options["stop_strings"])
         options["tokenizer"] = tokenizer
     return options, shown, asked, criterion.calls
 
 
-def turns(target, dialogue, ssd, tokenizer, planned=ahead):
+def turns(target, draft, dialogue, tokenizer, planned=ahead):
     """Plays a dialogue with one cache: after each turn the output, and what users' objects were shown."""
-    prompts, questions, options, _, dtype, masks_pads, seed = dialogue
+    prompts, questions, options, config, dtype, masks_pads, seed = dialogue
+    ssd = {} if draft is None else {"assistant_model": draft, "ssd_config": config}
     length = max(map(len, prompts))
     ids = torch.tensor([[0] * (length - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in prompts])
@@ -163,15 +165,7 @@ def turns(target, dialogue, ssd, tokenizer, planned=ahead):
         torch.manual_seed(seed)
         before = ids.clone(), mask.clone()
         with default_dtype(dtype), preparing(planned) as hits:
-            output = target.generate(
-                ids,
-                attention_mask=mask,
-                **{CACHE: cache},
-                return_dict_in_generate=True,
-                output_scores=True,
-                **given,
-                **ssd,
-            )
+            output = target.generate(ids, attention_mask=mask, **{CACHE: cache}, **RETURNED, **given, **ssd)
         assert torch.equal(ids, before[0]) and torch.equal(mask, before[1])
         assert output[CACHE].get_seq_length() == output.sequences.shape[1] - 1
         played.append((output, *notes))
@@ -197,14 +191,10 @@ def check_scores(ours, theirs, options):
 
 def check_greedy(target, draft, tokenizer, examples, of_each=()):
     def check_one(dialogue):
-        options = {**dialogue[2], "do_sample": False}
-        dialogue = (*dialogue[:2], options, *dialogue[3:])
-        ssd = {"assistant_model": draft, "ssd_config": dialogue[3]}
-        for (ours, *our_notes), (theirs, *their_notes) in zip(
-            turns(target, dialogue, ssd, tokenizer), turns(target, dialogue, {}, tokenizer), strict=True
-        ):
+        played = turns(target, draft, dialogue, tokenizer), turns(target, None, dialogue, tokenizer)
+        for (ours, *our_notes), (theirs, *their_notes) in zip(*played, strict=True):
             assert torch.equal(ours.sequences, theirs.sequences)
-            check_scores(ours, theirs, options)
+            check_scores(ours, theirs, dialogue[2])
             assert len(ours.scores) == len(theirs.scores) and ours.ssd_stats.draft_failure is None
             (shown, asked, judged), (shown_in_plain, asked_in_plain, judged_in_plain) = our_notes, their_notes
             assert shown == shown_in_plain and judged == judged_in_plain
@@ -213,7 +203,7 @@ def check_greedy(target, draft, tokenizer, examples, of_each=()):
 
     accepted = []
     HITS.clear()
-    check(dialogues({}, of_each), check_one, examples)
+    check(dialogues(False, {}, of_each), check_one, examples)
     assert of_each or (sum(accepted) > examples and 0.1 < sum(HITS) / len(HITS) < 0.9)
 
 
@@ -221,55 +211,42 @@ def check_sampled(target, draft, tokenizer, examples):
     """What must hold whatever is drawn, and the tokens of drafting in turn where those do not depend on hits."""
 
     def check_one(dialogue):
-        options = {**dialogue[2], "do_sample": True}
-        dialogue = (*dialogue[:2], options, *dialogue[3:])
-        ssd = {"assistant_model": draft, "ssd_config": dialogue[3]}
-        ends = [*options.get("eos_token_id", []), options.get("forced_eos_token_id", -1)]
-        has_eos = "eos_token_id" in options
-        length = max(map(len, dialogue[0]))
+        prompts, questions, options, config, *_ = dialogue
+        ends, length = options.get("eos_token_id", []), max(map(len, prompts))
         try:
-            played = turns(target, dialogue, ssd, tokenizer)
+            played = turns(target, draft, dialogue, tokenizer)
         except (RuntimeError, ValueError) as error:  # options leave no token, where plain generation raises too
             assert "constraint" in options and any(text in str(error) for text in NO_TOKEN_LEFT)
             impossible.append(options)
             return
-        if dialogue[3].fallback == "primary":
-            in_turn = turns(target, dialogue, ssd, tokenizer, lambda plan, _: plan)
-            assert all(
-                torch.equal(ours.sequences, theirs.sequences) for (ours, *_), (theirs, *_) in zip(played, in_turn)
-            )
-        for output, shown, asked, judged in played:
+        if config.fallback == "primary":
+            in_turn = turns(target, draft, dialogue, tokenizer, lambda plan, _: plan)
+            assert all(torch.equal(one[0].sequences, other[0].sequences) for one, other in zip(played, in_turn))
+        for (output, shown, asked, judged), question in zip(played, [*questions, []], strict=True):
             new = output.sequences[:, length:].tolist()
             assert len(new[0]) == len(output.scores) <= options["max_new_tokens"]
             rows = output.sequences.tolist()
             for row, tokens in enumerate(new):
-                first = next((i for i, token in enumerate(tokens) if has_eos and token in ends[:-1]), len(tokens))
+                first = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
                 assert not any(tokens[first + 1 :])  # padding
-                cut = next((i for i, token in enumerate(tokens) if has_eos and token == 0), len(tokens))
+                cut = tokens.index(0) if ends and 0 in tokens else len(tokens)
                 for step in range(min(first, len(tokens) - 1, cut) + (cut > first)):
                     assert output.scores[step][row, tokens[step]] > -torch.inf
             lengths = list(range(length, output.sequences.shape[1]))
             assert [len(one[0]) for one in shown] == (lengths if "processor" in options else [])
             assert all(one == [text[: len(one[0])] for text in rows] for one in shown + judged)
             assert all(prefix == rows[row][: len(prefix)] for row, *prefix in asked)
-            length = output.sequences.shape[1] + (len(dialogue[1][0]) if dialogue[1] else 0)
-            dialogue = (dialogue[0], dialogue[1][1:], *dialogue[2:])
+            length = output.sequences.shape[1] + len(question)
 
     impossible = []
-    check(dialogues(WARPERS), check_one, examples)
+    check(dialogues(True, WARPERS), check_one, examples)
     assert len(impossible) <= examples / 20, len(impossible)
 
 
 def check(calls, of_one_call, examples):
     """Draws the same calls each time, and shrinks nothing: each takes a moment."""
-    settings(
-        max_examples=examples,
-        derandomize=True,
-        database=None,
-        phases=[Phase.generate],
-        report_multiple_bugs=False,
-        suppress_health_check=list(HealthCheck),
-    )(given(calls)(of_one_call))()
+    options = {"derandomize": True, "database": None, "phases": [Phase.generate], "report_multiple_bugs": False}
+    settings(max_examples=examples, suppress_health_check=list(HealthCheck), **options)(given(calls)(of_one_call))()
 
 
 @pytest.mark.parametrize("examples", [10, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
@@ -278,56 +255,36 @@ def test_calls_of_any_kind(target, draft, tokenizer, checked, examples):
     checked(target, draft, tokenizer, examples)
 
 
-def all_at_once(monkeypatch):
-    """Users' own processors are asked for all that was drafted, as transformers' are."""
-    monkeypatch.setattr(deciding, "are_by_row", lambda _: True)
-
-
-def no_constraints(monkeypatch):
-    """Constraints likewise."""
-    monkeypatch.setattr(deciding, "has_constraint", lambda _: False)
-
-
-def rows_by_themselves(monkeypatch):
+@instead_of(deciding.CallRows, "__init__")
+def rows_by_themselves(init, self, *arguments, **options):
     """A row goes on although another, which a processor may look at, has rejected."""
-
-    def init(self, *args, **options):
-        made(self, *args, **options)
-        self.in_step = False
-
-    made = deciding.CallRows.__init__
-    monkeypatch.setattr(deciding.CallRows, "__init__", init)
+    init(self, *arguments, **options)
+    self.in_step = False
 
 
-def cache_as_rounds_left_it(monkeypatch):
-    monkeypatch.setattr(CachedModel, "finish", lambda *_: None)
-
-
-def behind_the_end(monkeypatch):
+@instead_of(Sequences, "as_in_plain_generation")
+def behind_the_end(_, self, length):
     """An EOS among the drafted tokens ends a row when the round is over."""
-    monkeypatch.setattr(Sequences, "as_in_plain_generation", lambda self, length: self.ids[:, :length])
+    return self.ids[:, :length]
 
 
-def criteria_at_different_lengths(monkeypatch):
-    """Criteria are asked while some rows are still shorter."""
-    monkeypatch.setattr(Sequences, "_common_length", property(lambda self: max(self.lengths)))
+MUTANTS = [  # and the option without which there is nothing to notice
+    # Users' own processors, and constraints, are asked for all that was drafted, as transformers' are.
+    ("processor", lambda m: m.setattr(deciding, "are_by_row", lambda _: True)),
+    ("constraint", lambda m: m.setattr(deciding, "has_constraint", lambda _: False)),
+    ("processor", rows_by_themselves),
+    ("eos_token_id", lambda m: m.setattr(CachedModel, "finish", lambda *_: None)),  # the cache is as rounds left it
+    ("eos_token_id", behind_the_end),
+    # Criteria are asked while some rows are still shorter.
+    ("criterion", lambda m: m.setattr(Sequences, "_common_length", property(lambda self: max(self.lengths)))),
+]
 
 
-MUTANTS = {  # and the option without which there is nothing to notice
-    all_at_once: "processor",
-    no_constraints: "constraint",
-    rows_by_themselves: "processor",
-    cache_as_rounds_left_it: "eos_token_id",
-    behind_the_end: "eos_token_id",
-    criteria_at_different_lengths: "criterion",
-}
-
-
-@pytest.mark.parametrize("mutant", quick_first(MUTANTS, 2))
-def test_mistakes_are_noticed(target, draft, tokenizer, mutant, monkeypatch):
-    mutant(monkeypatch)
+@pytest.mark.parametrize("option, mutate", quick_first(MUTANTS, 2))
+def test_mistakes_are_noticed(target, draft, tokenizer, option, mutate, monkeypatch):
+    mutate(monkeypatch)
     with pytest.raises((AssertionError, ValueError, IndexError, RuntimeError)):
-        check_greedy(target, draft, tokenizer, 100, [MUTANTS[mutant]])
+        check_greedy(target, draft, tokenizer, 100, [option])
 
 
 def test_draft_randomness_that_depends_on_when_it_is_drawn_is_noticed(target, draft, tokenizer, monkeypatch):

@@ -17,7 +17,9 @@ from hf_ssd.noise import Noise
 from hf_ssd.rounds import AHEAD, Plan
 
 from ..helpers.at_length import AtLength
-from ..helpers.families import sharp_model, tiny_config
+from ..helpers.channels import both
+from ..helpers.families import sharp_pair
+from ..helpers.mutants import instead_of
 from ..helpers.preparing import Whims, preparing
 from ..helpers.sampled_strings import SMALL, noise_of_rounds, p_value, power
 from ..helpers.suites import quick_first
@@ -57,9 +59,8 @@ def test_a_text_is_that_of_single_passes(target, draft):
 @pytest.mark.parametrize("name", ["gemma2", "gpt2", "mixtral", "deepseek_v3", "qwen3_next", "bamba", "lfm2"])
 def test_texts_of_a_family_are_those_of_single_passes(name):
     assert FAMILIES[name][0] == SUPPORTED
-    target, draft = hf_ssd.enable(sharp_model(tiny_config(name))), sharp_model(tiny_config(name), noise=0.003)
     with preparing():
-        assert check_same(target, draft, asynchronous=False).tokens_per_round > 1.1
+        assert check_same(*sharp_pair(name, noise=0.003), asynchronous=False).tokens_per_round > 1.1
 
 
 @pytest.mark.slow
@@ -83,28 +84,25 @@ RANDOM = given(
 )  # fmt: skip
 
 
-def check_random(target, draft, config, options, seed, rows, chance):
-    def planned(*_):
-        return Plan(AHEAD, 5, chance.randint(0, 5), 6, chance.choice(["primary", "ngram"]), 4, chance.choice([0, 9]))
-
-    with preparing(planned, lambda: chance.random() < 0.2):
-        one = text(target, draft, padded_batch(rows), seed, options, asynchronous=False, **config)
-    assert torch.equal(one.sequences, text(target, None, padded_batch(rows), seed, options).sequences)
-    return one.ssd_stats
-
-
 @pytest.mark.parametrize("examples", [10, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
 def test_no_setting_and_no_plan_changes_a_text(examples):
     """Of models with one layer, for the time that it takes."""
-    pair, gained = (hf_ssd.enable(tiny_model(num_hidden_layers=1)), tiny_draft(num_hidden_layers=1)), []
-    taken: list[bool] = []  # siblings of drafted tokens
+    target, draft = hf_ssd.enable(tiny_model(num_hidden_layers=1)), tiny_draft(num_hidden_layers=1)
+    gained, taken = [], []  # tokens per round, and whether a sibling of a drafted token was accepted
 
     @settings(max_examples=examples)
     @RANDOM
-    def check(options, **random):
-        stats = check_random(*pair, options={"max_new_tokens": 12, **options}, **random)
-        gained.append(stats.tokens_per_round)
-        taken.extend(record.took_sibling(row) for record in stats.records for row in record.live)
+    def check(config, options, seed, rows, chance):
+        def planned(*_):
+            source, early = chance.choice(["primary", "ngram"]), chance.choice([0, 9])
+            return Plan(AHEAD, 5, chance.randint(0, 5), 6, source, 4, early)
+
+        of_both = padded_batch(rows), seed, {"max_new_tokens": 12, **options}
+        with preparing(planned, lambda: chance.random() < 0.2):
+            one = text(target, draft, *of_both, asynchronous=False, **config)
+        assert torch.equal(one.sequences, text(target, None, *of_both).sequences)
+        gained.append(one.ssd_stats.tokens_per_round)
+        taken.extend(record.took_sibling(row) for record in one.ssd_stats.records for row in record.live)
 
     check()
     assert any(taken)
@@ -124,23 +122,18 @@ def test_a_text_goes_on_when_its_worker_is_killed(target, draft):
 def check_threads(target, draft, monkeypatch, of_thread):
     """Two calls in threads of their own, at the same time, whose seeds are in `of_thread`."""
     monkeypatch.setattr(loop, "seed_of_call", lambda *_: of_thread.seed)
-    texts, both = {}, threading.Barrier(2)
+    together = threading.Barrier(2)
 
     def run(seed):
         of_thread.seed = seed
-        both.wait(timeout=60)
-        texts[seed] = text(target, draft, asynchronous=False)
+        together.wait(timeout=60)
+        return text(target, draft, asynchronous=False)
 
-    threads = [threading.Thread(target=run, args=[seed]) for seed in (1, 2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=100)
-    assert len(texts) == 2
-    for seed, output in texts.items():
+    outputs = both(lambda: run(1), lambda: run(2))
+    for seed, output in enumerate(outputs, start=1):
         monkeypatch.setattr(loop, "seed_of_call", lambda *_, seed=seed: seed)
         assert torch.equal(output.sequences, text(target).sequences) and output.ssd_stats.tokens_per_round > 1.2
-    assert not torch.equal(texts[1].sequences, texts[2].sequences)
+    assert not torch.equal(*(output.sequences for output in outputs))
 
 
 def test_threads_give_the_texts_of_their_seeds(target, draft, monkeypatch):
@@ -197,35 +190,31 @@ def test_strings_that_are_decided_token_by_token_have_it_too(small):
     assert p_value(*small, calls=8, options=every, **COUPLED) > 1e-3
 
 
-def every_draft(scores, drafted, chance):
+@instead_of(deciding, "verify_coupled")
+def every_draft(_, scores, drafted, chance):
     """What the draft draws is taken, as if both models were the same."""
     noise = chance.of_draws(torch.full((len(drafted), 1), drafted.shape[1]))[:, 0]
     none = torch.zeros_like(chance.rows)
     return none + drafted.shape[1], verification.drawn(scores[:, -1].softmax(-1), noise), none
 
 
-def residual_draw(scores, drafted, chance):
+@instead_of(deciding, "verify_coupled")
+def residual_draw(verify, scores, drafted, chance):
     """After a mismatch another token than the drafted one is drawn, as if it had been rejected by chance."""
-    accepted, bonus, unlikely = verification.verify_coupled(scores, drafted, chance)
+    accepted, bonus, unlikely = verify(scores, drafted, chance)
     p, rows = scores.softmax(-1), torch.arange(len(drafted))
     residual = verification.residual_distribution(p, None, drafted, accepted)
     return accepted, verification.drawn(residual, chance.of_draws(torch.zeros(len(rows), 1).long())[:, 0]), unlikely
 
 
-def of_one_place(self, purpose, row, start, depth):
+@instead_of(Noise, "drawn_at")
+def of_one_place(_, self, purpose, row, start, depth):
     return purpose, row, 0 * start, 0 * depth
 
 
-MUTANTS = {
-    "every drafted token": lambda m: m.setattr(deciding, "verify_coupled", every_draft),
-    "another draw after a mismatch": lambda m: m.setattr(deciding, "verify_coupled", residual_draw),
-    "noise of one place": lambda m: m.setattr(Noise, "drawn_at", of_one_place),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", quick_first(MUTANTS))
-def test_mistakes_change_the_distribution(small, name, monkeypatch):
-    MUTANTS[name](monkeypatch)
+@pytest.mark.parametrize("mutate", quick_first([every_draft, residual_draw, of_one_place]))
+def test_mistakes_change_the_distribution(small, mutate, monkeypatch):
+    mutate(monkeypatch)
     assert power(*small, calls=8, seed=6, at_least=1.0, **COUPLED) > 0.99
 
 

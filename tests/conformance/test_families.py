@@ -17,17 +17,15 @@ from hf_ssd.cache.support import is_recurrent
 from hf_ssd.rounds import AHEAD
 
 from ..helpers import comparing
-from ..helpers.families import WINDOW, sharp_model, tiny_config
+from ..helpers.comparing import settings
+from ..helpers.families import WINDOW, sharp_model, sharp_pair, tiny_config
 from ..helpers.preparing import ahead, preparing
+from ..helpers.suites import slowly
 from ..helpers.tiny import padded_batch, tiny_llava, tiny_model
 from .models import FAMILIES, LISTED_WITH, MULTIMODAL, NOT_BUILT, PAGE, POPULAR, QUICK, REFUSED, SUPPORTED, page
 
 GREEDY = {**comparing.GREEDY, "max_new_tokens": 24, "eos_token_id": None, "output_logits": True}
 REGISTERED = [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name in FAMILIES]
-
-
-def settings(draft, lookahead, **others):
-    return comparing.settings(draft, lookahead=lookahead, **others)
 
 
 def differ(logits, others):
@@ -86,7 +84,7 @@ def check_target(target, draft, cases):
             options = {"fallback": Knows(plain.sequences, inputs["attention_mask"])}
         for lookahead in lookaheads:
             with preparing(planned):
-                output = target.generate(**inputs, **GREEDY, **settings(model, lookahead, **options))
+                output = target.generate(**inputs, **GREEDY, **settings(model, lookahead=lookahead, **options))
             check_same(output, plain)
             check_cache(output[CACHE], plain[CACHE])
             assert 1.05 < output.ssd_stats.tokens_per_round < lookahead + 1
@@ -97,7 +95,7 @@ def check_draft(target, draft):
     inputs, options = padded_batch(3), {**GREEDY, "logits_processor": [EveryThird()]}
     plain = target.generate(**inputs, **options)
     with preparing() as hits:
-        output = target.generate(**inputs, **options, **settings(draft, 4))
+        output = target.generate(**inputs, **options, **settings(draft))
     check_same(output, plain)
     assert all(accepted == [2, 2, 2] for accepted in output.ssd_stats.column("accepted")[:-1])
     assert sum(hits) / len(hits) > 0.5
@@ -122,26 +120,22 @@ def check_family(name, cases):
 
 def refusal(target, draft):
     with pytest.raises(ValueError) as error:
-        target.generate(**padded_batch(1), **GREEDY, **settings(draft, 4))
+        target.generate(**padded_batch(1), **GREEDY, **settings(draft))
     return str(error.value)
 
 
-@pytest.mark.parametrize("name", [name for name in QUICK if name in REGISTERED])
-def test_greedy_equals_plain_generate(name):
-    check_family(name, {})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", REGISTERED)
-def test_a_family_gives_the_tokens_of_plain_generate_or_is_refused(name):
-    check_family(name, {1: [4], 3: [1, 7]})
+@pytest.mark.parametrize("name, cases", [
+    *((name, {}) for name in QUICK if name in REGISTERED),
+    *(slowly(name, {1: [4], 3: [1, 7]}) for name in REGISTERED),
+])  # fmt: skip
+def test_a_family_gives_the_tokens_of_plain_generate_or_is_refused(name, cases):
+    check_family(name, cases)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in POPULAR if name in REGISTERED])
 def test_a_worker_samples_the_tokens_of_drafting_in_turn(name):
-    config = tiny_config(name)
-    target, draft = hf_ssd.enable(sharp_model(config)), sharp_model(config, noise=0.02)
+    target, draft = sharp_pair(name, noise=0.02)
     outputs, options = [], {"do_sample": True, "temperature": 0.7, "eos_token_id": None}
     with hf_ssd.launch_draft(draft, num_threads=1) as assistant:
         for model in (assistant, draft):
@@ -155,30 +149,23 @@ def test_a_worker_samples_the_tokens_of_drafting_in_turn(name):
 
 @pytest.mark.skipif("dory" not in REGISTERED, reason="this release of transformers has no Dory")
 def test_the_returned_cache_of_a_model_that_repeats_its_layers_has_those_of_each_repetition():
-    target, draft = hf_ssd.enable(sharp_model(tiny_config("dory"))), sharp_model(tiny_config("dory"), noise=0.02)
+    target, draft = sharp_pair("dory", noise=0.02)
     outputs = []
-    for speculates in (settings(draft, 4), {}):
+    for speculates in (settings(draft), {}):
         begun = target.generate(**padded_batch(1), **GREEDY, **speculates)
         assert not speculates or begun.ssd_stats.tokens_per_round > 1.05
         outputs.append(target.generate(begun.sequences, **{CACHE: begun[CACHE]}, **GREEDY).sequences)
     assert torch.equal(*outputs) and len(begun[CACHE].layers) > target.config.num_hidden_layers
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MULTIMODAL)
-def test_text_alone_with_a_multimodal_target(name):
+@pytest.mark.parametrize("name, cases", [
+    ("qwen3_vl", {3: [4]}),  # its tokens have several positions
+    *(slowly(name, {1: [4], 3: [1, 7]}) for name in MULTIMODAL),
+])  # fmt: skip
+def test_text_alone_with_a_multimodal_target(name, cases):
     if name == "llama4" and CACHE == "cache":
         pytest.skip("transformers 5.24 itself raises: its outputs have no `image_outputs`")
-    check_multimodal(name, {1: [4], 3: [1, 7]})
-
-
-def test_text_alone_with_a_target_whose_tokens_have_several_positions():
-    check_multimodal("qwen3_vl", {3: [4]})
-
-
-def check_multimodal(name, cases):
-    target = hf_ssd.enable(sharp_model(tiny_config(name), kind=AutoModelForImageTextToText))
-    draft = sharp_model(tiny_config(name), noise=0.02, kind=AutoModelForImageTextToText)
+    target, draft = sharp_pair(name, noise=0.02, kind=AutoModelForImageTextToText)
     check_target(target, None if is_recurrent(target.config) else draft, cases)
 
 
@@ -197,7 +184,6 @@ def test_every_registered_family_is_listed():
 def test_every_word_of_the_list_is_explained():
     words = {state for states in FAMILIES.values() for state in states}
     assert words == {*REFUSED, SUPPORTED, "not_built"}
-    assert NOT_BUILT.keys() == {name for name, states in FAMILIES.items() if "not_built" in states}
 
 
 def test_the_page_of_supported_models_is_the_list():
@@ -226,9 +212,9 @@ def test_a_text_so_long_that_llama_4_scales_its_attention_is_refused():
     target = hf_ssd.enable(sharp_model(config))
     inputs, options = padded_batch(3), {**GREEDY, "max_new_tokens": 61}
     plain = target.generate(**inputs, **options)
-    check_same(target.generate(**inputs, **options, **settings(tiny_model(), 4)), plain)
+    check_same(target.generate(**inputs, **options, **settings(tiny_model())), plain)
     with pytest.raises(ValueError, match="scales attention by the number of columns .* `max_length=70` or less"):
-        target.generate(**inputs, **{**options, "max_new_tokens": 62}, **settings(tiny_model(), 4))
+        target.generate(**inputs, **{**options, "max_new_tokens": 62}, **settings(tiny_model()))
 
 
 @pytest.mark.parametrize("mutant", ["window", "padding"])

@@ -15,18 +15,18 @@ from hf_ssd import grammar
 from hf_ssd.generation import deciding
 from hf_ssd.rounds import NGRAM
 
+from ..helpers import comparing
 from ..helpers.comparing import settings
+from ..helpers.mutants import instead_of
 from ..helpers.preparing import preparing
 from ..helpers.sampled_strings import DIGITS, PROMPT, SMALL, chi_square, counts_of, power_of
-from ..helpers.suites import slowly
 from ..helpers.tiny import padded_batch, tiny_draft, tiny_model
 from ..helpers.vocabularies import characters, printable
 
 pytest.importorskip("llguidance")
 STRINGS = {"type": "array", "items": {"type": "string", "minLength": 4, "maxLength": 12}, "minItems": 2, "maxItems": 2}
 TOKENIZER = characters()
-GREEDY = {"max_new_tokens": 70, "do_sample": False, "return_dict_in_generate": True, "output_scores": True}
-GREEDY |= {"eos_token_id": TOKENIZER.eos_token_id, "pad_token_id": 0}
+GREEDY = {**comparing.GREEDY, "max_new_tokens": 70, "output_scores": True, "eos_token_id": TOKENIZER.eos_token_id}
 
 
 def strings(text: str) -> None:
@@ -45,12 +45,9 @@ def check_answers(tokens, check=strings):
 
 
 def as_plain(target, draft, inputs, make=of_strings, check=strings, of_config=(), **options):
-    """Checks that tokens and scores of a call are those of plain generate(), and what its answers are."""
-    options, outputs = {**GREEDY, **options}, []
-    for ssd in ({}, settings(draft, **dict(of_config))):
-        outputs.append(target.generate(**inputs, **options, **ssd, logits_processor=[make()]))
-    plain, output = outputs
-    assert torch.equal(output.sequences, plain.sequences) and output.ssd_stats.draft_failure is None
+    """Checks that tokens and scores are those of plain generate() with the same processors, and what is answered."""
+    options = {"logits_processor": [make()], **GREEDY, **options}
+    output, plain = comparing.as_plain(target, draft, inputs, of_config, **options)
     check_answers(output.sequences[:, inputs["input_ids"].shape[1] :], check)
     kept = (output.sequences[:, -len(output.scores) :] != 0).T
     ours, theirs = torch.stack(output.scores)[kept], torch.stack(plain.scores)[kept]
@@ -83,16 +80,12 @@ def test_greedy_json_with_a_worker(target, assistant):
     assert {*stats.column("mode")} == {"ahead"} and any(any(hits) for hits in stats.column("hits"))
 
 
-def not_rolled_back(monkeypatch):
+@instead_of(grammar._Row, "masks")
+def not_rolled_back(masks, self, proposed):
     """A matcher keeps the proposed tokens."""
-    masks = grammar._Row.masks
-
-    def mutant(self, proposed):
-        found = masks(self, proposed)
-        self.matcher.try_consume_tokens(proposed)
-        return found
-
-    monkeypatch.setattr(grammar._Row, "masks", mutant)
+    found = masks(self, proposed)
+    self.matcher.try_consume_tokens(proposed)
+    return found
 
 
 def test_a_matcher_that_is_not_rolled_back_is_noticed(monkeypatch):
@@ -110,14 +103,9 @@ def test_rows_are_decided_at_all_positions_at_once(pair, monkeypatch):
 @pytest.mark.slow
 def test_with_other_processors(pair):
     """One that is called for a position after the other, and the penalties of transformers."""
-    target, draft = pair
+    assert as_plain(*pair, padded_batch(3), repetition_penalty=1.2).tokens_per_round > 1
     notes = lambda ids, scores: scores + (torch.arange(scores.shape[1]) % 5 == ids.shape[1] % 5)  # noqa: E731
-    assert as_plain(target, draft, padded_batch(3), repetition_penalty=1.2).tokens_per_round > 1
-    texts = []
-    for ssd in ({}, settings(draft)):
-        processors = [of_strings(), notes]
-        texts.append(target.generate(**padded_batch(3), **GREEDY, **ssd, logits_processor=processors).sequences)
-    assert torch.equal(*texts)
+    comparing.as_plain(*pair, padded_batch(3), logits_processor=[of_strings(), notes], **GREEDY)
 
 
 @pytest.mark.slow
@@ -139,9 +127,8 @@ def test_a_grammar_serves_one_call_after_the_other(pair):
 
 
 def test_beams_of_plain_generate(pair):
-    inputs = padded_batch(2)
-    options = {"max_new_tokens": 70, "eos_token_id": TOKENIZER.eos_token_id, "pad_token_id": 0, "num_beams": 3}
-    check_answers(pair[0].generate(**inputs, **options, logits_processor=[of_strings()])[:, 9:])
+    beams = pair[0].generate(**padded_batch(2), **GREEDY, num_beams=3, logits_processor=[of_strings()])
+    check_answers(beams.sequences[:, 9:])
 
 
 def test_a_text_that_another_processor_led_astray_ends(pair):
@@ -205,13 +192,10 @@ def test_requests_of_a_running_batch_have_grammars_of_their_own(target, draft):
     inputs = [padded_batch(1, seed=seed)["input_ids"] for seed in (0, 1, 2)]
     makes = [by_keys, of_strings, by_keys]
     options = {"max_new_tokens": 70, "do_sample": False, "eos_token_id": TOKENIZER.eos_token_id, "pad_token_id": 0}
-    plain = [target.generate(ids, **options, logits_processor=[make()])[0, 9:] for ids, make in zip(inputs, makes)]
-    config = hf_ssd.SSDConfig(lookahead=4, asynchronous=False)
-    with hf_ssd.continuous_batching(target, assistant_model=draft, ssd_config=config) as manager:
-        names = [
-            manager.add_request(ids[0].tolist(), **options, logits_processor=[make()])
-            for ids, make in zip(inputs, makes)
-        ]
+    calls = [(ids, {**options, "logits_processor": [make()]}) for ids, make in zip(inputs, makes)]
+    plain = [target.generate(ids, **options)[0, 9:] for ids, options in calls]
+    with hf_ssd.continuous_batching(target, **settings(draft)) as manager:
+        names = [manager.add_request(ids[0].tolist(), **options) for ids, options in calls]
         found = [manager.get_result(name).generated_tokens for name in names]
     assert found == [tokens.tolist() for tokens in plain]
 
@@ -256,7 +240,7 @@ def counts(small, exact, **changes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ahead", [slowly(False), True])
+@pytest.mark.parametrize("ahead", [False, True])
 def test_sampled_json_has_the_distribution_of_plain_generate(small, exact, ahead):
     with preparing() if ahead else contextlib.nullcontext() as hits:
         found, expected = counts(small, exact)

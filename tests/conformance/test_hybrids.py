@@ -1,6 +1,7 @@
 """Models that keep a recurrent state between layers with attention: whole calls are those of plain generate()."""
 
 import dataclasses
+import functools
 import itertools
 import threading
 
@@ -21,21 +22,19 @@ from hf_ssd.planning.planner import Planner
 from hf_ssd.rounds import AHEAD, IN_TURN, RoundRecord
 
 from ..helpers.comparing import GREEDY, as_plain, generate
-from ..helpers.families import likely_draft, sharp_model, tiny_config
+from ..helpers.families import likely_draft, sharp_model, sharp_pair, tiny_config
+from ..helpers.mutants import instead_of
 from ..helpers.preparing import preparing
-from ..helpers.suites import quick_first
 from ..helpers.tiny import padded_batch, tiny_model
 from .test_families import check_cache, check_draft, check_family, check_target
 
 QUICK = ("qwen3_next", "bamba", "lfm2", "falcon_h1")
-PAIRS = {}
 
 
+@functools.cache
 def pair_of(family):
-    if family not in PAIRS:
-        target = hf_ssd.enable(sharp_model(tiny_config(family)))
-        PAIRS[family] = target, likely_draft(target)
-    return PAIRS[family]
+    target = hf_ssd.enable(sharp_model(tiny_config(family)))
+    return target, likely_draft(target)
 
 
 @pytest.fixture
@@ -76,8 +75,7 @@ def test_a_hybrid_drafts_for_a_target_with_attention(target):
 
 @pytest.mark.slow
 def test_a_branch_that_is_cut_short_goes_on_from_its_states(short_refeeds):
-    config, looks = tiny_config("bamba"), itertools.count()
-    target, draft = hf_ssd.enable(sharp_model(config)), sharp_model(config)
+    (target, draft), looks = sharp_pair("bamba"), itertools.count()
     with preparing(outcome_arrived=lambda: next(looks) % 4 == 3) as hits:
         output, _ = as_plain(target, draft, padded_batch(2), {"budget": 8})
     assert output.ssd_stats.tokens_per_round > 4.8
@@ -86,8 +84,7 @@ def test_a_branch_that_is_cut_short_goes_on_from_its_states(short_refeeds):
 
 def test_the_budget_of_a_hybrid_draft_is_bounded_by_its_memory(short_refeeds, monkeypatch):
     """A fixed budget in the draft, and an automatic one by the plan, which says so."""
-    config = tiny_config("lfm2")
-    target, draft = hf_ssd.enable(sharp_model(config)), sharp_model(config)
+    target, draft = sharp_pair("lfm2")
     monkeypatch.setattr(RecurrentDraft, "bytes_of_a_row", 100)
     monkeypatch.setattr(recurrent_prefix.devices, "free_memory", lambda device: 2 * 2 * 100 * 9)
     with preparing() as hits:
@@ -143,23 +140,18 @@ def test_a_hybrid_that_is_to_draft_in_parallel_is_refused(target):
 
 
 def test_a_compiled_hybrid_runs_uncompiled(short_refeeds):
-    target, inputs = hf_ssd.enable(sharp_model(tiny_config("lfm2"))), padded_batch(2)
-    draft = likely_draft(target)
+    (target, draft), inputs = sharp_pair("lfm2"), padded_batch(2)
     plain = target.generate(**inputs, **GREEDY).sequences
     target.compile(backend="eager")
-    output = generate(target, draft, inputs)
-    assert torch.equal(output.sequences, plain) and not any(record.compiles for record in output.ssd_stats.records)
-    draft = sharp_model(tiny_config("lfm2"))
-    draft.load_state_dict(target.state_dict())
     draft.compile(backend="eager")
     with preparing() as hits:
         output = generate(target, draft, inputs)
     assert torch.equal(output.sequences, plain) and any(hits) and output.ssd_stats.tokens_per_round > 4.8
+    assert not any(record.compiles for record in output.ssd_stats.records)
 
 
 def test_the_trial_notices_a_state_that_is_not_copied(monkeypatch):
     """The mutant for the trial of a family."""
-
     states_without_a_copy(monkeypatch)
     with pytest.raises(ValueError, match="several tokens behind its recurrent state"):
         check_supported(sharp_model(tiny_config("qwen3_next")))
@@ -169,106 +161,81 @@ def test_the_trial_notices_a_state_that_is_not_copied(monkeypatch):
 # ---------------------------------------------------------------- mutants
 
 
-def states_without_a_copy(monkeypatch):
-    copies = RecurrentModel.copies
-
-    def shares(self, sources):
-        states = (sources[0] or (None, 0))[0]
-        if states and all(one[0] is states and one[1] == row for row, one in enumerate(sources)):
-            return states
-        return copies(self, sources)
-
-    monkeypatch.setattr(RecurrentModel, "copies", shares)
+@instead_of(RecurrentModel, "copies")
+def states_without_a_copy(copies, self, sources):
+    states = (sources[0] or (None, 0))[0]
+    if states and all(one[0] is states and one[1] == row for row, one in enumerate(sources)):
+        return states
+    return copies(self, sources)
 
 
-def a_lost_token(monkeypatch):
-    feed = RecurrentModel._feed
-
-    def loses(self, at, count, ends, kept):
-        if count > 1 and min(at):
-            at, count, kept = [column + 1 for column in at], count - 1, (kept - 1).clamp(min=0)
-            for row in self.computed(list(range(len(at)))):
-                self.states[row][at[row]] = self.states[row][at[row] - 1]
-        return feed(self, at, count, ends, kept)
-
-    monkeypatch.setattr(RecurrentModel, "_feed", loses)
+@instead_of(RecurrentModel, "_feed")
+def a_lost_token(feed, self, at, count, ends, kept):
+    if count > 1 and min(at):
+        at, count, kept = [column + 1 for column in at], count - 1, (kept - 1).clamp(min=0)
+        for row in self.computed(list(range(len(at)))):
+            self.states[row][at[row]] = self.states[row][at[row] - 1]
+    return feed(self, at, count, ends, kept)
 
 
-def fillers_in_a_state(monkeypatch):
-    feed = RecurrentModel._feed
-
-    def keeps(self, at, count, ends, kept):
-        logits = feed(self, at, count, ends, kept)
-        for place, row in enumerate(self.computed(list(range(len(at))))):
-            if at[row] + count > ends[row]:
-                self.states[row] |= dict.fromkeys((at[row], ends[row]), (self.cache.current_states(), place))
-        return logits
-
-    monkeypatch.setattr(RecurrentModel, "_feed", keeps)
+@instead_of(RecurrentModel, "_feed")
+def fillers_in_a_state(feed, self, at, count, ends, kept):
+    logits = feed(self, at, count, ends, kept)
+    for place, row in enumerate(self.computed(list(range(len(at))))):
+        if at[row] + count > ends[row]:
+            self.states[row] |= dict.fromkeys((at[row], ends[row]), (self.cache.current_states(), place))
+    return logits
 
 
-def a_neighbours_state(monkeypatch):
-    feed = RecurrentModel._feed
-
-    def mixes(self, at, count, ends, kept):
-        logits, rows = feed(self, at, count, ends, kept), self.computed(list(range(len(at))))
-        for place, row in enumerate(rows):
-            if at[row] + count <= ends[row]:
-                self.states[row][at[row] + count] = self.cache.current_states(), (place + 1) % len(rows)
-        return logits
-
-    monkeypatch.setattr(RecurrentModel, "_feed", mixes)
+@instead_of(RecurrentModel, "_feed")
+def a_neighbours_state(feed, self, at, count, ends, kept):
+    logits, rows = feed(self, at, count, ends, kept), self.computed(list(range(len(at))))
+    for place, row in enumerate(rows):
+        if at[row] + count <= ends[row]:
+            self.states[row][at[row] + count] = self.cache.current_states(), (place + 1) % len(rows)
+    return logits
 
 
-def a_neighbours_branch(monkeypatch):
-    made = RecurrentBranches.__init__
-
-    def starts_elsewhere(self, *arguments):
-        made(self, *arguments)
-        self.current = self.current[1:] + self.current[:1]
-
-    monkeypatch.setattr(RecurrentBranches, "__init__", starts_elsewhere)
+@instead_of(RecurrentBranches, "__init__")
+def a_neighbours_branch(init, self, *arguments):
+    init(self, *arguments)
+    self.current = self.current[1:] + self.current[:1]
 
 
-def an_adopted_neighbour(monkeypatch):
-    adopt = RecurrentBranches.adopt
-
-    def adopts_elsewhere(self, chosen, forks):
-        self.states = [[one.roll(1, 0) for one in states] for states in self.states]
-        return adopt(self, chosen, forks)
-
-    monkeypatch.setattr(RecurrentBranches, "adopt", adopts_elsewhere)
+@instead_of(RecurrentBranches, "adopt")
+def an_adopted_neighbour(adopt, self, chosen, forks):
+    self.states = [[one.roll(1, 0) for one in states] for states in self.states]
+    return adopt(self, chosen, forks)
 
 
 MUTANTS = [states_without_a_copy, a_lost_token, fillers_in_a_state, a_neighbours_state]
-OF_DRAFTS = [a_neighbours_branch, an_adopted_neighbour]
 
 
 @pytest.fixture(scope="module")
 def tried_pair():
     """Two models that have been tried before a mutant is there, which a trial would notice first."""
-    config = tiny_config("qwen3_next")
-    target, draft = hf_ssd.enable(sharp_model(config)), sharp_model(config)
-    for model in (target, draft):
+    pair = sharp_pair("qwen3_next")
+    for model in pair:
         check_supported(model, drafts=True)
         check_supported(model, rows=3, lookahead=4)
-    return target, draft
-
-
-OF_BOTH = [*((mutate, False) for mutate in MUTANTS), *((mutate, True) for mutate in [*OF_DRAFTS, *MUTANTS])]
+    return pair
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mutate, drafts", quick_first(OF_BOTH, len(MUTANTS + OF_DRAFTS)))
-def test_a_wrong_state_is_noticed(mutate, drafts, tried_pair, short_refeeds, monkeypatch):
-    """By the greedy tokens of a target, and by the acceptance of a draft."""
-    target, draft = tried_pair
+@pytest.mark.parametrize("mutate", MUTANTS)
+def test_a_wrong_state_of_a_target_is_noticed(mutate, tried_pair, short_refeeds, monkeypatch):
     mutate(monkeypatch)
     with pytest.raises(AssertionError):
-        if drafts:
-            check_draft(target, draft)
-        else:
-            check_target(target, None, {3: [4]})
+        check_target(tried_pair[0], None, {3: [4]})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutate", [*MUTANTS, a_neighbours_branch, an_adopted_neighbour])
+def test_a_wrong_state_of_a_draft_is_noticed(mutate, tried_pair, short_refeeds, monkeypatch):
+    """By its acceptance."""
+    mutate(monkeypatch)
+    with pytest.raises(AssertionError):
+        check_draft(*tried_pair)
 
 
 @pytest.mark.parametrize("hooked", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -8,21 +8,18 @@ import hf_ssd
 from hf_ssd.cache.cache_name import CACHE
 from hf_ssd.cache.cached_model import CachedModel
 
+from ..helpers.comparing import as_plain, settings
 from ..helpers.families import sharp_model, tiny_config
+from ..helpers.mutants import instead_of
 from ..helpers.tiny import padded_batch, tiny_draft, tiny_model
 
-IN_TURN = {"ssd_config": hf_ssd.SSDConfig(lookahead=4, budget=4, asynchronous=False)}
 GREEDY = {"do_sample": False, "return_dict_in_generate": True}
 
 
-def ignoring_the_limit(monkeypatch):
+@instead_of(CachedModel, "positions")
+def ignoring_the_limit(positions, self, columns):
     """The mutant of the tests below: what `max_length` counts is taken for positions."""
-
-    def positions(self, columns):
-        return computed(self, columns).clamp(max=9 + 20 - 1)
-
-    computed = CachedModel.positions
-    monkeypatch.setattr(CachedModel, "positions", positions)
+    return positions(self, columns).clamp(max=9 + 20 - 1)
 
 
 def continued(target, **ssd):
@@ -59,14 +56,14 @@ CASES = [continued, longer_than_by_default, positions_of_ones_own]
 
 @pytest.mark.parametrize("case", [*CASES, padding_behind_the_prompt])
 def test_positions_are_those_of_plain_generation(target, case):
-    assert torch.equal(case(target, assistant_model=tiny_draft(), **IN_TURN), case(target))
+    assert torch.equal(case(target, **settings(tiny_draft())), case(target))
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_limit_of_another_kind_is_noticed(target, monkeypatch, case):
     plain = case(target)
     ignoring_the_limit(monkeypatch)
-    assert not torch.equal(case(target, assistant_model=tiny_draft(), **IN_TURN), plain)
+    assert not torch.equal(case(target, **settings(tiny_draft())), plain)
 
 
 def learned_positions(count):
@@ -77,8 +74,7 @@ def learned_positions(count):
 
 def test_a_model_may_have_no_positions_beyond_the_limit():
     target = learned_positions(29)
-    options = {**padded_batch(2), "max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
-    assert torch.equal(target.generate(**options, assistant_model=target, **IN_TURN), target.generate(**options))
+    as_plain(target, target, padded_batch(2), max_new_tokens=20)
 
 
 # ---------------------------------------------------------------- token types
@@ -87,7 +83,7 @@ def test_a_model_may_have_no_positions_beyond_the_limit():
 @pytest.mark.parametrize("is_forgotten", [False, True])
 def test_token_types_go_on_as_in_plain_generation(monkeypatch, is_forgotten):
     """Of a model that adds an embedding for the type of each token; and the mutant that forgets them."""
-    target, draft = learned_positions(64), learned_positions(64)
+    target = learned_positions(64)
     options = {**padded_batch(3), "token_type_ids": torch.arange(3)[:, None].expand(-1, 9), **GREEDY, "pad_token_id": 0}
     options |= {"max_new_tokens": 20}
     options["eos_token_id"] = int(target.generate(**options).sequences[1, 9 + 7])  # so that a row is left out
@@ -95,7 +91,7 @@ def test_token_types_go_on_as_in_plain_generation(monkeypatch, is_forgotten):
     if is_forgotten:
         init = CachedModel.__init__
         monkeypatch.setattr(CachedModel, "__init__", lambda *a, token_type_ids=None, **k: init(*a, **k))
-    ssd = target.generate(**options, assistant_model=draft, **IN_TURN).sequences
+    ssd = target.generate(**options, **settings(target)).sequences
     assert (plain.shape == ssd.shape and torch.equal(plain, ssd)) != is_forgotten
 
 
@@ -117,18 +113,15 @@ def dynamic():
 
 @pytest.mark.parametrize("model, length, limit", [(longrope, 9, 24), (longrope, 25, 40), (dynamic, 9, 24)])
 def test_rotary_embeddings_where_they_do_not_change(model, length, limit):
-    target = hf_ssd.enable(model())
-    inputs = {"input_ids": torch.randint(2, 97, (3, length), generator=torch.Generator().manual_seed(1))}
-    options = {**inputs, "max_length": limit, "do_sample": False}
-    assert torch.equal(target.generate(**options, assistant_model=model(), **IN_TURN), target.generate(**options))
+    prompts = torch.randint(2, 97, (3, length), generator=torch.Generator().manual_seed(1))
+    as_plain(hf_ssd.enable(model()), model(), {"input_ids": prompts}, max_new_tokens=limit - length)
 
 
 @pytest.mark.parametrize("model, length", [(longrope, 9), (dynamic, 9), (dynamic, 25)])
 def test_rotary_embeddings_that_would_change_are_refused(model, length):
-    target = hf_ssd.enable(model())
-    options = {"input_ids": torch.full((2, length), 5), "max_length": 40, "assistant_model": model(), **IN_TURN}
+    prompts = torch.full((2, length), 5)
     with pytest.raises(ValueError, match="changes when the text becomes longer than 24 tokens"):
-        target.generate(**options)
+        hf_ssd.enable(model()).generate(prompts, max_length=40, **settings(model()))
 
 
 def test_a_cache_from_before_the_change_is_refused():
@@ -136,7 +129,7 @@ def test_a_cache_from_before_the_change_is_refused():
     first = target.generate(torch.full((1, 9), 5), max_length=20, **GREEDY)
     longer = torch.cat([first.sequences, torch.full((1, 10), 6)], dim=1)
     with pytest.raises(ValueError, match="changes when the text becomes longer than 24 tokens"):
-        target.generate(longer, **{CACHE: first[CACHE]}, max_length=40, assistant_model=longrope(), **GREEDY, **IN_TURN)
+        target.generate(longer, **{CACHE: first[CACHE]}, max_length=40, **GREEDY, **settings(longrope()))
 
 
 def test_experts_take_the_path_that_plain_decoding_takes(target, draft, monkeypatch):
@@ -154,9 +147,8 @@ def test_experts_take_the_path_that_plain_decoding_takes(target, draft, monkeypa
         events.append(len(inputs["position_ids"][0]))
 
     monkeypatch.setattr(target, "_optimize_model_for_decode", Decoding)
-    options = {"assistant_model": draft, "ssd_config": hf_ssd.SSDConfig(lookahead=3, asynchronous=False)}
     with target.register_forward_pre_hook(positions, with_kwargs=True):
-        target.generate(torch.tensor([[3, 5, 7, 9, 11]]), max_new_tokens=12, **options)
+        target.generate(torch.tensor([[3, 5, 7, 9, 11]]), max_new_tokens=12, **settings(draft, lookahead=3))
     start = events.index("decoding")  # behind the prefill, and the trial that the hook brings
     assert events[start - 1] == 5 and events[-1] == "restored"
     assert set(events[start + 1 : -1]) <= {1, 2, 3, 4}

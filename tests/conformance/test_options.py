@@ -26,10 +26,8 @@ from ..helpers.last_token import LastToken
 from ..helpers.suites import quick_first
 from ..helpers.tiny import VOCAB, padded_batch, tiny_model
 from ..matrix import RETURNED
+from .test_against_plain import default_dtype
 from .test_families import Knows
-
-SAMPLED = {"do_sample": True, "top_k": 5}
-
 
 # ---------------------------------------------------------------- what comes back
 
@@ -182,11 +180,8 @@ def test_a_seed_repeats_a_call_with_fixed_settings_whatever_the_fallback(target,
 
 def with_default(dtype, target, draft):
     torch.manual_seed(7)
-    torch.set_default_dtype(dtype)
-    try:
-        output = generate(target, draft, padded_batch(4), **SAMPLED)
-    finally:
-        torch.set_default_dtype(torch.float32)
+    with default_dtype(dtype):
+        output = generate(target, draft, padded_batch(4), do_sample=True, top_k=5)
     assert output.ssd_stats.tokens_per_round > 1.1
     return output.sequences
 

@@ -6,31 +6,24 @@ import pytest
 import torch
 
 import hf_ssd
-from hf_ssd.generation import verification
 from hf_ssd.generation.draft import FaultTolerantDraft
 from hf_ssd.generation.proposers.ngrams import NgramIndex
 from hf_ssd.planning.cost_model import NoDraftCosts
 from hf_ssd.rounds import IN_TURN, NGRAM, NOTHING, PLAIN
 
+from ..helpers.mutants import instead_of
 from ..helpers.sampled_strings import SMALL, every_pair, p_value, power
-from ..helpers.tiny import padded_batch, speculated, tiny_draft, tiny_model
-
-FEW = 12  # tokens, so that texts repeat themselves
-
+from ..helpers.tiny import FEW, repeating_batch, speculated, tiny_draft, tiny_model
+from .test_sampled import without_q_in_the_residual
 
 @pytest.fixture(scope="module")
 def repeating():
     return hf_ssd.enable(tiny_model(vocab_size=FEW))
 
 
-def prompts(rows):
-    batch = padded_batch(rows)
-    return {**batch, "input_ids": batch["input_ids"] % FEW}
-
-
 def look_up(target, rows=1, new_tokens=40, **settings):
     config = {"drafter": "ngram", "lookahead": "auto", "budget": "auto", **settings}
-    return speculated(target, None, prompts(rows), config, least=0.9, max_new_tokens=new_tokens)
+    return speculated(target, None, repeating_batch(rows), config, least=0.9, max_new_tokens=new_tokens)
 
 
 def check_speculated(stats, rows):
@@ -71,19 +64,13 @@ def test_three_token_strings_have_the_targets_distribution(small):
     assert p_value(small[0], None, **LOOKUP, seed=3) > 1e-3
 
 
-def uniform_instead_of_certain(monkeypatch):
-    uniform = lambda self: torch.full((len(self.verified), len(self.verified[0]), SMALL), 1 / SMALL)  # noqa: E731
-    monkeypatch.setattr(FaultTolerantDraft, "receive_probabilities", uniform)
-
-
-def drawn_again_from_p(monkeypatch):
-    """The next token is drawn from p although the n-gram's token was rejected, so it may come again."""
-    residual = lambda p, q, drafted, accepted: p[torch.arange(len(accepted)), accepted]  # noqa: E731
-    monkeypatch.setattr(verification, "residual_distribution", residual)
+@instead_of(FaultTolerantDraft, "receive_probabilities")
+def uniform_instead_of_certain(_, self):
+    return torch.full((len(self.verified), len(self.verified[0]), SMALL), 1 / SMALL)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mutant", [uniform_instead_of_certain, drawn_again_from_p])
+@pytest.mark.parametrize("mutant", [uniform_instead_of_certain, without_q_in_the_residual])
 def test_a_proposal_that_does_not_count_as_certain_is_noticed(small, mutant, monkeypatch):
     """The mutants for the test above."""
     mutant(monkeypatch)
@@ -123,12 +110,12 @@ def test_a_call_that_cannot_look_up_is_refused(ranks, options, words):
     target = hf_ssd.enable(tiny_model(vocab_size=FEW))
     target._tp_size = ranks
     with pytest.raises(ValueError, match=words):
-        target.generate(**prompts(1), ssd_config={"drafter": "ngram"}, tokenizer=object(), **options)
+        target.generate(**repeating_batch(1), ssd_config={"drafter": "ngram"}, tokenizer=object(), **options)
 
 
 def test_a_lookup_takes_no_draft_however_it_is_called():
     bound = hf_ssd.enable(tiny_model(vocab_size=FEW), tiny_draft(vocab_size=FEW))
-    options = {**prompts(2), "max_new_tokens": 40, "do_sample": False, "return_dict_in_generate": True}
+    options = {**repeating_batch(2), "max_new_tokens": 40, "do_sample": False, "return_dict_in_generate": True}
     for generate in (bound.generate, functools.partial(hf_ssd.generate, tiny_model(vocab_size=FEW))):
         check_speculated(generate(**options, ssd_config={"drafter": "ngram", "lookahead": 4}).ssd_stats, 2)
 

@@ -128,6 +128,13 @@ def test_a_model_as_it_comes_from_a_gguf_file_is_target_and_draft(smollm, real_c
 # ---------------------------------------------------------------- the commands
 
 
+def answer(target, tokenizer, messages):
+    """Of twelve tokens, by plain generate()."""
+    inputs = asked(tokenizer, messages)
+    ids = target.generate(**inputs, max_new_tokens=12, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    return tokenizer.decode(ids, skip_special_tokens=True)
+
+
 def test_check_measures_the_pair(real_folders, tmp_path, capsys):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": QUESTION["content"]}) + "\n")
@@ -165,23 +172,13 @@ def test_a_chat_goes_on_for_several_turns(smollm, real_folders, real_tokenizers,
     printed, messages = capsys.readouterr().out, [{"role": "system", "content": "You are terse."}]
     for words in (QUESTION["content"], "And three animals?"):
         messages.append({"role": "user", "content": words})
-        inputs = asked(real_tokenizers["smollm2"], messages)
-        ids = smollm.generate(**inputs, max_new_tokens=12, do_sample=False)[0, inputs["input_ids"].shape[1] :]
-        messages.append(
-            {"role": "assistant", "content": real_tokenizers["smollm2"].decode(ids, skip_special_tokens=True)}
-        )
+        messages.append({"role": "assistant", "content": answer(smollm, real_tokenizers["smollm2"], messages)})
         assert messages[-1]["content"].strip() in printed
 
 
 def test_a_server_answers_a_chat(smollm, real_folders, real_tokenizers):
-    inputs = asked(real_tokenizers["smollm2"], [QUESTION])
-    ids = smollm.generate(**inputs, max_new_tokens=12, do_sample=False)[0, inputs["input_ids"].shape[1] :]
-    server = ServerProcess(
-        str(real_folders["smollm2"]), "--lookahead", "3", "--budget", "6", draft=real_folders["smollm2"]
-    )
-    try:
-        answer = server.chat(QUESTION["content"], 12).choices[0].message.content
-        assert answer == real_tokenizers["smollm2"].decode(ids, skip_special_tokens=True)
+    folder = real_folders["smollm2"]
+    with ServerProcess(str(folder), "--lookahead", "3", "--budget", "6", draft=folder) as server:
+        answered = server.chat(QUESTION["content"], 12).choices[0].message.content
+        assert answered == answer(smollm, real_tokenizers["smollm2"], [QUESTION])
         assert server.figures()["accepted_total"] > 0 and server.draft_state == "ready"
-    finally:
-        server.stop()

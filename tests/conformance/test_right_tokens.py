@@ -1,7 +1,6 @@
 """Rows that are verified again beside others, and ranks that stay in step when a worker dies."""
 
 import queue
-import threading
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from hf_ssd.distributed.sessions import DraftError, WorkerSession
 from hf_ssd.distributed.target_ranks import TargetRanks
 from hf_ssd.rounds import FINISHED
 
+from ..helpers.channels import both
 from ..helpers.comparing import GREEDY, as_plain
 from ..helpers.loopback import through_the_wire
 from ..helpers.preparing import preparing
@@ -102,37 +102,29 @@ def test_ranks_stay_in_step_where_the_worker_dies_between_its_tokens_and_what_th
     probabilities = WorkerSession.receive_probabilities
     monkeypatch.setattr(WorkerSession, "receive_speculation", receives)
     monkeypatch.setattr(WorkerSession, "receive_probabilities", dies)
-    line, passes, outputs, failures = queue.Queue(), ([], []), {}, []
+    line, passes = queue.Queue(), ([], [])
     draft = spoilt(tiny_draft(disagreement=0.0), value=0.1, is_drafted=is_unsound)
-
     processors = LogitsProcessorList([] if processor is None else [processor])
 
     def one_rank(rank, assistant):
         target = hf_ssd.enable(spoilt(tiny_model()))
         target.register_forward_hook(lambda *_: passes[rank].append(1))
-        try:
-            outputs[rank] = target.generate(
-                **padded_batch(2), max_new_tokens=30, do_sample=True, temperature=0.05, assistant_model=assistant,
-                ssd_config=hf_ssd.SSDConfig(lookahead=3, budget=4, on_draft_failure=on_draft_failure),
-                return_dict_in_generate=True, logits_processor=processors,
-            )  # fmt: skip
-        except Exception as error:
-            failures.append(error)
+        return target.generate(
+            **padded_batch(2), max_new_tokens=30, do_sample=True, temperature=0.05, assistant_model=assistant,
+            ssd_config=hf_ssd.SSDConfig(lookahead=3, budget=4, on_draft_failure=on_draft_failure),
+            return_dict_in_generate=True, logits_processor=processors,
+        )  # fmt: skip
 
     torch.manual_seed(4)
     with DraftAssistant([ThreadWorker(draft)]) as leaders, DraftAssistant([], wait=False) as other:
         leaders.ranks, other.ranks = RanksInThreads(True, line), RanksInThreads(False, line)
         other.info = leaders.info
-        threads = [threading.Thread(target=one_rank, args=pair) for pair in enumerate((leaders, other))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
+        outputs = both(lambda: one_rank(0, leaders), lambda: one_rank(1, other))
     assert len(passes[0]) == len(passes[1])  # a pass of a divided model waits for all ranks
     if on_draft_failure == "raise":
-        assert len(failures) == 2 and all("has ended" in str(failure) for failure in failures)
+        assert all(isinstance(failure, DraftError) and "has ended" in str(failure) for failure in outputs)
         return
-    assert not failures and len(proposed) < outputs[0].ssd_stats.rounds
+    assert len(proposed) < outputs[0].ssd_stats.rounds
     assert torch.equal(outputs[0].sequences, outputs[1].sequences) and outputs[0].sequences.shape == (2, 39)
     assert outputs[0].ssd_stats.column("accepted") == outputs[1].ssd_stats.column("accepted")
     assert "has ended" in outputs[0].ssd_stats.draft_failure

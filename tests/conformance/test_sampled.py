@@ -5,7 +5,6 @@ import random
 import pytest
 import torch
 
-import hf_ssd
 from hf_ssd.cache.trial import check_supported
 from hf_ssd.drafting import cache_shapes
 from hf_ssd.drafting.autoregressive_drafter import AutoregressiveDrafter
@@ -17,10 +16,10 @@ from hf_ssd.planning.cost_model import CostModel
 from hf_ssd.rounds import AHEAD
 
 from ..helpers.comparing import generate
-from ..helpers.families import sharp_model, tiny_config
+from ..helpers.families import sharp_pair
+from ..helpers.mutants import instead_of
 from ..helpers.preparing import Whims, preparing
 from ..helpers.sampled_strings import SMALL, p_value, power
-from ..helpers.suites import quick_first
 from ..helpers.tiny import padded_batch
 from .test_hybrids import states_without_a_copy
 
@@ -36,14 +35,15 @@ def sampled_with_a_seed(target, model):
 @pytest.mark.slow
 def test_different_draft_randomness_is_noticed(target, draft, monkeypatch):
     """The mutant for the sampled calls of `matrix.py`: a draft whose tokens depend on more than seed and place."""
-    original, expected = AutoregressiveDrafter.complete, sampled_with_a_seed(target, draft).sequences
+    expected = sampled_with_a_seed(target, draft).sequences
 
-    def other_seed(self, *args):
+    @instead_of(AutoregressiveDrafter, "complete")
+    def other_seed(complete, self, *args):
         self.sampler.noise.noise.first += 1
         self.sampler.noise.known.clear()
-        return original(self, *args)
+        return complete(self, *args)
 
-    monkeypatch.setattr(AutoregressiveDrafter, "complete", other_seed)
+    other_seed(monkeypatch)
     assert not torch.equal(sampled_with_a_seed(target, draft).sequences, expected)
 
 
@@ -88,13 +88,11 @@ def test_three_token_strings_have_the_targets_distribution(small):
 
 
 def small_hybrids(family):
-    config = tiny_config(family)
-    config.vocab_size = SMALL
-    pair = sharp_model(config), sharp_model(config, noise=0.02)
+    pair = sharp_pair(family, noise=0.02, vocab_size=SMALL)
     with torch.no_grad():
         for model in pair:
             model.get_output_embeddings().weight.mul_(0.4)
-    return hf_ssd.enable(pair[0]), pair[1]
+    return pair
 
 
 @pytest.mark.slow
@@ -109,7 +107,6 @@ def test_a_state_that_is_not_copied_changes_the_distribution(monkeypatch):
     """The mutant for the test above: a verification changes the checkpoint of the target."""
     pair = small_hybrids("qwen3_next")
     check_supported(pair[0])
-
     states_without_a_copy(monkeypatch)
     assert power(*pair, calls=12, seed=4) > 0.99
 
@@ -146,26 +143,29 @@ def drafting(monkeypatch):
     monkeypatch.setattr(CostModel, "plain", lambda *_: 1e-9)
 
 
-LONG = ("C = 0", "C = 0.3", "n-grams", "random", "custom, certain", "custom, drawn")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in SETTINGS])
+@pytest.mark.parametrize("name", SETTINGS)
 def test_every_setting_leaves_the_targets_distribution(small, name, prepared_in_process, drafting):
     assert p_value(*small, calls=16, seed=10, **{"budget": 4, **SETTINGS[name]}) > 1e-3
     assert name == "auto" or 0.1 < sum(prepared_in_process) / len(prepared_in_process) < 0.95
 
 
-@pytest.mark.slow
-def test_whatever_is_planned_leaves_the_targets_distribution(small, monkeypatch):
+def under_whims(measure, small, monkeypatch):
     whims = Whims()
     monkeypatch.setattr(ngrams, "LEAST_MATCHED", 2)  # so short texts have no longer matches
     with preparing(whims.planned, whims.outcome_arrived) as hits:
-        assert p_value(*small, calls=24, seed=6, saguaro_c=0.5) > 1e-3
+        found = measure(*small, calls=24, seed=6, saguaro_c=0.5)
     assert 0.1 < sum(hits) / len(hits) < 0.9
+    return found
 
 
-def accept_greedily(scores, q, drafted, uniform):
+@pytest.mark.slow
+def test_whatever_is_planned_leaves_the_targets_distribution(small, monkeypatch):
+    assert under_whims(p_value, small, monkeypatch) > 1e-3
+
+
+@instead_of(deciding, "verify_sampled")
+def accept_greedily(_, scores, q, drafted, uniform):
     """The reference engine's rule for speculations that missed: accept what equals the likeliest token."""
     p = scores.softmax(-1)
     accepted = verification.accepted_counts(p[:, :-1].argmax(-1) == drafted)
@@ -173,7 +173,9 @@ def accept_greedily(scores, q, drafted, uniform):
     return accepted, bonus, torch.zeros_like(accepted)
 
 
-def without_q_in_the_residual(p, q, drafted, accepted):
+@instead_of(verification, "residual_distribution")
+def without_q_in_the_residual(_, p, q, drafted, accepted):
+    """The next token is drawn from p although the drafted one was rejected, so it may come again."""
     return p[torch.arange(len(accepted)), accepted]
 
 
@@ -191,34 +193,27 @@ def unwarped_q(monkeypatch):
     monkeypatch.setattr(DraftSampler, "draw", mutant)
 
 
-def plain_q_with_saguaro_tokens(monkeypatch):
-    draw = DraftSampler.draw
-
-    def mutant(self, scores, *args):
-        return draw(self, scores, *args)[0], scores.softmax(-1)
-
-    monkeypatch.setattr(DraftSampler, "draw", mutant)
+@instead_of(deciding, "verify_sampled")
+def another_rows_q(verify, scores, q, drafted, uniform):
+    return verify(scores, None if q is None else q.roll(1, 0), drafted, uniform)
 
 
-def drafts_q_with_random_tokens(monkeypatch):
-    propose = RandomFallback.propose
-
-    def claims(self, *request):
-        favourite = torch.nn.functional.one_hot(torch.tensor(2), self.vocab_size) * 0.5 + 0.5 / self.vocab_size
-        return [one._replace(probabilities=favourite.expand_as(one.probabilities)) for one in propose(self, *request)]
-
-    monkeypatch.setattr(RandomFallback, "propose", claims)
+@instead_of(DraftSampler, "draw")
+def plain_q_with_saguaro_tokens(draw, self, scores, *args):
+    return draw(self, scores, *args)[0], scores.softmax(-1)
 
 
-MUTANTS = {
-    "greedy acceptance on misses": lambda m: m.setattr(deciding, "verify_sampled", accept_greedily),
-    "q without its warpers": unwarped_q,
-    "residual without p - q": lambda m: m.setattr(verification, "residual_distribution", without_q_in_the_residual),
-    "another row's q": lambda m: m.setattr(
-        deciding,
-        "verify_sampled",
-        lambda s, q, d, u: verification.verify_sampled(s, None if q is None else q.roll(1, 0), d, u),
-    ),
+@instead_of(RandomFallback, "propose")
+def drafts_q_with_random_tokens(propose, self, *request):
+    favourite = torch.nn.functional.one_hot(torch.tensor(2), self.vocab_size) * 0.5 + 0.5 / self.vocab_size
+    return [one._replace(probabilities=favourite.expand_as(one.probabilities)) for one in propose(self, *request)]
+
+
+MUTANTS = {  # and the number of calls
+    accept_greedily: 6,
+    unwarped_q: 12,
+    without_q_in_the_residual: 6,
+    another_rows_q: 6,
 }
 
 
@@ -236,15 +231,13 @@ def test_a_wrong_q_of_saguaro_sampling_or_a_fallback_fails_the_same_test(
 
 @pytest.mark.slow
 def test_a_wrong_q_under_whims_fails_the_same_test(small, monkeypatch):
-    whims = Whims()
     plain_q_with_saguaro_tokens(monkeypatch)
-    with preparing(whims.planned, whims.outcome_arrived):
-        assert power(*small, calls=24, seed=6, saguaro_c=0.5) > 0.99
+    assert under_whims(power, small, monkeypatch) > 0.99
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", quick_first(MUTANTS, 2))
-def test_plausible_mistakes_fail_the_same_test(small, name, monkeypatch):
+@pytest.mark.parametrize("mutate, calls", MUTANTS.items())
+def test_plausible_mistakes_fail_the_same_test(small, mutate, calls, monkeypatch):
     """With fewer calls already."""
-    MUTANTS[name](monkeypatch)
-    assert power(*small, calls=12 if name == "q without its warpers" else 6) > 0.99
+    mutate(monkeypatch)
+    assert power(*small, calls=calls) > 0.99

@@ -13,6 +13,7 @@ from hf_ssd.generation import deciding
 from hf_ssd.generation.verification import Chance
 from hf_ssd.noise import ACCEPTANCE, BONUS, places
 
+from ..helpers.mutants import instead_of
 from ..helpers.preparing import ahead, preparing
 from ..helpers.sampled_strings import PROMPT, SMALL, WARPERS, chi_square, exact_probabilities, p_value, power, power_of
 from ..helpers.suites import quick_first
@@ -137,30 +138,16 @@ def of_bonus_tokens(monkeypatch):
     monkeypatch.setattr(sampling, "DRAFTED", BONUS)
 
 
-def of_one_place(monkeypatch):
+@instead_of(deciding, "Chance")
+def of_one_place(chance, noise, rows, starts, *depth):
     """Every committed token of a row is drawn with the same noise, as after a cut that forgets where the row is."""
-    monkeypatch.setattr(deciding, "Chance", lambda noise, rows, starts, *depth: Chance(noise, rows, 0 * starts, *depth))
+    return chance(noise, rows, 0 * starts, *depth)
 
 
-def of_two_rounds(monkeypatch):
+@instead_of(deciding, "Chance")
+def of_two_rounds(chance, noise, rows, starts, *depth):
     """Two rounds share a start where a row gained a single token in the first, as after a cut of this token."""
-    halved = lambda noise, rows, starts, *depth: Chance(noise, rows, starts // 2 * 2, *depth)  # noqa: E731
-    monkeypatch.setattr(deciding, "Chance", halved)
-
-
-# The mutants, and how many of the 16 calls of `test_sampled.py` they need to be noticed.
-MUTANTS = {
-    "noise of one place": (of_one_place, 6),
-    "noise of bonus tokens": (of_bonus_tokens, 16),
-    "noise of two rounds": (of_two_rounds, 6),
-}
-
-
-@pytest.mark.parametrize("name", quick_first(MUTANTS))
-def test_noise_that_two_tokens_share_is_noticed(small, name, monkeypatch):
-    mutate, calls = MUTANTS[name]
-    mutate(monkeypatch)
-    assert power(*small, calls=calls) > 0.99
+    return chance(noise, rows, starts // 2 * 2, *depth)
 
 
 def favourites_by_noise(monkeypatch):
@@ -181,11 +168,18 @@ def favourites_by_noise(monkeypatch):
     monkeypatch.setattr(sampling, "saguaro", by_noise)
 
 
-@pytest.mark.slow
-def test_favourites_of_saguaro_sampling_that_depend_on_noise_are_noticed(small, monkeypatch):
-    """The mutant for the settings with C of `test_sampled.py`."""
-    favourites_by_noise(monkeypatch)
-    assert power(*small, calls=16, seed=10, budget=4, saguaro_c=0.3) > 0.99
+MUTANTS = [  # and settings of checks in `test_sampled.py`, some of which have more calls
+    (of_one_place, {"calls": 6}),
+    (of_bonus_tokens, {"calls": 16}),
+    (of_two_rounds, {"calls": 6}),
+    (favourites_by_noise, {"calls": 16, "seed": 10, "budget": 4, "saguaro_c": 0.3}),
+]
+
+
+@pytest.mark.parametrize("mutate, settings", quick_first(MUTANTS))
+def test_noise_that_two_choices_share_is_noticed(small, mutate, settings, monkeypatch):
+    mutate(monkeypatch)
+    assert power(*small, **settings) > 0.99
 
 
 # ---------------------------------------------------------------- a seed that is set again

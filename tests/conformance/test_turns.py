@@ -7,11 +7,13 @@ import hf_ssd
 from hf_ssd.cache import recurrent
 from hf_ssd.cache.cache_name import CACHE
 from hf_ssd.cache.cached_model import CachedModel
+from hf_ssd.cache.support import is_recurrent
 
 from ..helpers.comparing import GREEDY, settings
-from ..helpers.families import likely_draft, sharp_model, tiny_config
+from ..helpers.families import likely_draft, sharp_pair
 from ..helpers.preparing import preparing
-from ..helpers.tiny import VOCAB, padded_batch, tiny_draft, tiny_model
+from ..helpers.suites import quick_first
+from ..helpers.tiny import FAMILIES, VOCAB, padded_batch, tiny_draft, tiny_model
 
 
 def turns(target, options, of_turn, count=3):
@@ -49,25 +51,18 @@ def differ(target, draft):
 
 
 def of_family(family):
-    if family == "llama":
-        return tiny_model(), tiny_draft()
-    if family == "gemma":  # a sliding window
-        return tiny_model("gemma"), tiny_draft("gemma")
-    target = sharp_model(tiny_config(family))
-    if family == "deepseek_v32":  # whose cache also holds the keys by which columns are chosen
-        return target, sharp_model(tiny_config(family), noise=0.02)
-    return target, likely_draft(target)
+    if family in FAMILIES:
+        return hf_ssd.enable(tiny_model(family)), tiny_draft(family)
+    target, draft = sharp_pair(family, noise=0.02)
+    return target, likely_draft(target) if is_recurrent(target.config) else draft
 
 
-SLOW = ("llama", "deepseek_v32", "qwen3_next", "bamba")
-
-
-@pytest.mark.parametrize("family", ["gemma", "lfm2", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+# "gemma" has a sliding window; the cache of "deepseek_v32" also holds the keys by which columns are chosen.
+@pytest.mark.parametrize("family", quick_first(["gemma", "lfm2", "llama", "deepseek_v32", "qwen3_next", "bamba"], 2))
 def test_later_turns_are_those_of_plain_generation(family, monkeypatch):
     """Other ends, and masks that hide the padding of answers, are in `test_against_plain.py`."""
     monkeypatch.setattr(recurrent, "WORTH_A_PASS", 6)
-    target, draft = of_family(family)
-    assert not differ(hf_ssd.enable(target), draft)
+    assert not differ(*of_family(family))
 
 
 def test_the_columns_are_those_of_plain_generation(target, draft):

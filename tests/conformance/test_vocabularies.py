@@ -16,9 +16,7 @@ from ..helpers import comparing
 from ..helpers.sampled_strings import SMALL, p_value, power
 from ..helpers.tiny import VOCAB, padded_batch, ready, tiny_draft, tiny_model
 from ..helpers.vocabularies import DRAFT, TARGET, renamed_draft, resized_draft, tokenizer
-
-BOTH = {"tokenizer": tokenizer(TARGET), "assistant_tokenizer": tokenizer(DRAFT)}
-
+from ..matrix import BOTH
 
 def generate(target, model, rows, options):
     inputs = padded_batch(rows)
@@ -51,11 +49,9 @@ SMALL_PAIRS = {
 
 
 @pytest.fixture(params=SMALL_PAIRS)
-def small(request):
+def small(request, small):
     size, options = SMALL_PAIRS[request.param]
-    sizes = {"initializer_range": 0.12}
-    target = hf_ssd.enable(tiny_model(seed=3, vocab_size=SMALL, **sizes))
-    return target, tiny_draft(seed=3, disagreement=0.12, vocab_size=size, **sizes), options
+    return small[0], tiny_draft(seed=3, disagreement=0.12, vocab_size=size, initializer_range=0.12), options
 
 
 @pytest.mark.slow
@@ -73,8 +69,8 @@ def under_the_drafts_ids(tokens, q):
     return tokens, q.roll(1, dims=-1)
 
 
-@pytest.mark.parametrize("mutant", [not_renormalized, under_the_drafts_ids])
 @pytest.mark.slow
+@pytest.mark.parametrize("mutant", [not_renormalized, under_the_drafts_ids])
 def test_a_q_that_is_not_the_targets_fails_the_same_test(small, mutant, monkeypatch):
     draw = DraftSampler.draw
     monkeypatch.setattr(DraftSampler, "draw", lambda *arguments: mutant(*draw(*arguments)))
@@ -143,10 +139,9 @@ def test_tokenizers_in_the_folders_are_compared_once(folders, is_one_file, monke
     with open(Path(folders["padded"]) / "tokenizer.json", "a") as file:
         file.write("" if is_one_file else "\n")
     target, draft = load(folders["target"]), load(folders["padded"])
-    loaded, from_pretrained = [], AutoTokenizer.from_pretrained
-    monkeypatch.setattr(
-        tokenizers.AutoTokenizer, "from_pretrained", lambda path, **k: loaded.append(path) or from_pretrained(path, **k)
-    )
+    loaded, load_tokenizer = [], AutoTokenizer.from_pretrained
+    noted = lambda path, **options: loaded.append(path) or load_tokenizer(path, **options)  # noqa: E731
+    monkeypatch.setattr(tokenizers.AutoTokenizer, "from_pretrained", noted)
     for _ in range(2):  # a difference of 200 ids is padding where the tokens are the same
         assert generate(target, draft, 1, {}).ssd_stats.acceptance_rate > 0.1
     assert loaded == [folders["target"], folders["padded"]] * (not is_one_file)
@@ -174,22 +169,19 @@ def test_a_draft_of_another_family_takes_both_tokenizers(folders):
 
 
 def test_a_prompt_of_which_the_draft_hardly_knows_a_token_is_decoded_plainly_with_a_warning(caplog):
-    few = [token for token in DRAFT if token not in LETTERS_OF_THE_PROMPT]
-    options = {**BOTH, "assistant_tokenizer": tokenizer(few)}
-    target = hf_ssd.enable(tiny_model())
-    prompt = torch.tensor([[TARGET.index(token) for token in (*LETTERS_OF_THE_PROMPT, "z")]])
-    draft, said = tiny_draft(vocab_size=len(few)), "has 1 of the 5 tokens that the prompts use, less than half"
-    plain = target.generate(prompt, max_new_tokens=4, do_sample=False)
-    options |= {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True, "assistant_model": draft}
+    lacking = ["p", "q", "r", "s"]
+    few = [token for token in DRAFT if token not in lacking]
+    target, draft = hf_ssd.enable(tiny_model()), tiny_draft(vocab_size=len(few))
+    prompt = torch.tensor([[TARGET.index(token) for token in (*lacking, "z")]])
+    options = {**comparing.GREEDY, "max_new_tokens": 4}
+    plain = target.generate(prompt, **options).sequences
+    options |= {**BOTH, "assistant_tokenizer": tokenizer(few)}
+    said = "has 1 of the 5 tokens that the prompts use, less than half"
     for is_ahead in (False, True):
-        config = hf_ssd.SSDConfig(lookahead=2, asynchronous=is_ahead)
-        output = target.generate(prompt, **options, ssd_config=config)
+        output = target.generate(prompt, **options, **comparing.settings(draft, asynchronous=is_ahead))
         assert output.sequences.equal(plain) and said in output.ssd_stats.draft_failure and said in caplog.text
         assert [record.lookahead for record in output.ssd_stats.records] == [0, 0, 0]
         caplog.clear()
     with pytest.raises(hf_ssd.DraftError, match=said):
-        target.generate(prompt, **options, ssd_config=hf_ssd.SSDConfig(asynchronous=False, on_draft_failure="raise"))
+        target.generate(prompt, **options, **comparing.settings(draft, on_draft_failure="raise"))
     hf_ssd.close(draft)
-
-
-LETTERS_OF_THE_PROMPT = ["p", "q", "r", "s"]

@@ -10,6 +10,8 @@ from transformers import (
     PreTrainedModel,
 )
 
+import hf_ssd
+
 WINDOW = 6  # positions, which a short text exceeds
 WIDTH, FEED_FORWARD, LAYERS, HEADS, HEAD_DIM, EXPERTS, POSITIONS, VOCAB = 32, 64, 2, 4, 8, 4, 256, 97
 NAMES = {
@@ -144,3 +146,12 @@ def sharp_model(config: PreTrainedConfig, noise: float = 0.0, kind=AutoModelForC
             weights.copy_(0.25 * values if weights.dim() > 1 else weights + 0.1 * values)
             weights.add_(noise * torch.randn(weights.shape, generator=of_noise))
     return model
+
+
+def sharp_pair(
+    family: str, noise: float = 0.0, kind=AutoModelForCausalLM, **changes
+) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """Returns a target, and a draft with noise on its weights."""
+    config = tiny_config(family)
+    config.update(changes)
+    return hf_ssd.enable(sharp_model(config, kind=kind)), sharp_model(config, noise, kind)

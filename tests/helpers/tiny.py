@@ -20,7 +20,7 @@ from hf_ssd.distributed.assistant import DraftAssistant
 
 from . import packing  # noqa: F401
 
-VOCAB = 97
+VOCAB, FEW = 97, 12  # tokens of a model, and of one whose texts repeat themselves
 SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -83,6 +83,12 @@ def padded_batch(rows: int = 4, length: int = 9, seed: int = 0):
     for row in range(rows):
         attention_mask[row, : (3 * row) % (length - 1)] = 0
     return {"input_ids": input_ids.masked_fill(attention_mask == 0, 0), "attention_mask": attention_mask}
+
+
+def repeating_batch(rows: int):
+    """The same, of so few tokens that texts repeat themselves."""
+    batch = padded_batch(rows)
+    return {**batch, "input_ids": batch["input_ids"] % FEW}
 
 
 def speculated(target, draft, inputs=None, settings=None, generate=None, least=1.0, **options):
