@@ -16,6 +16,7 @@ from ..helpers.sampled_strings import SMALL, every_pair, p_value, power
 from ..helpers.tiny import FEW, repeating_batch, speculated, tiny_draft, tiny_model
 from .test_sampled import without_q_in_the_residual
 
+
 @pytest.fixture(scope="module")
 def repeating():
     return hf_ssd.enable(tiny_model(vocab_size=FEW))

@@ -18,6 +18,7 @@ from ..helpers.tiny import VOCAB, padded_batch, ready, tiny_draft, tiny_model
 from ..helpers.vocabularies import DRAFT, TARGET, renamed_draft, resized_draft, tokenizer
 from ..matrix import BOTH
 
+
 def generate(target, model, rows, options):
     inputs = padded_batch(rows)
     inputs["input_ids"].clamp_(max=VOCAB - 8)
