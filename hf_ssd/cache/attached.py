@@ -41,7 +41,6 @@ class Attached:
 
 
 def attached_to(model: PreTrainedModel) -> Attached:
-    """Returns what is attached to a model."""
     found = Attached(hooks=[key for hooks in GLOBAL_HOOKS for key in hooks])
     waiting, seen = [model], set()
     while waiting:  # model.modules() also makes names, which takes longer

@@ -112,7 +112,6 @@ class CachedModel:
         missing = self.fewest_tokens - tokens.shape[1] if self.cache.layers else 0
         if missing > 0:  # feed the last token again; the next pass overwrites it like a rejected token
             logits = self.extend(torch.cat([tokens, tokens[:, -missing:]], dim=1), lengths, logits_to_keep)
-            self.features = None if self.features is None else self.features[:, :-missing]
             return logits[:, :-missing] if logits_to_keep is None else logits
         valid, mask = self.valid, None
         if self.cache.rows is not None:

@@ -12,8 +12,6 @@ from torch.fx.experimental import _config
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-FEWEST_TOKENS = 2  # tokens of each row in a pass: torch.compile treats a size of 1 as a separate case
-
 logger = logging.get_logger(__name__)
 _calls: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # for each model, its backend and its compiled call
 _failures: "weakref.WeakKeyDictionary[PreTrainedModel, str]" = weakref.WeakKeyDictionary()

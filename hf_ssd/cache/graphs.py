@@ -30,11 +30,9 @@ def power_of_two(size: int) -> int:
 
 
 class CudaCapture:
-    """Captures CUDA graphs, which share a pool of memory."""
-
     def __init__(self, device: torch.device):
         self.device, self.stream = device, torch.cuda.Stream(device)
-        self.pool = torch.cuda.graph_pool_handle()
+        self.pool = torch.cuda.graph_pool_handle()  # of memory that all graphs share
 
     def __call__(self, forward: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
         """Returns the tensor in which a pass leaves its result until the next replay, and a function for replays."""

@@ -84,7 +84,6 @@ def decoder_parts(model: PreTrainedModel) -> tuple[nn.ModuleList, nn.Module | No
 
 
 def check_layers(model: PreTrainedModel, layers: Sequence[int]) -> None:
-    """Raises `ValueError` if the model lacks one of these layers."""
     blocks, norm = decoder_parts(model)
     last = len(blocks) - (norm is None)
     if not all(isinstance(layer, int) and 0 <= layer <= last for layer in layers):

@@ -30,8 +30,6 @@ class Verdict(NamedTuple):
 
 
 class PackedWeight:
-    """A copy of a weight that is packed."""
-
     def __init__(self, weight: torch.Tensor, verdict: Verdict):
         self.packed = _pack(weight.detach())
         self.is_faster, self.fewest = verdict

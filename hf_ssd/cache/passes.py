@@ -4,7 +4,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from .cached_model import CachedModel
-from .compiled import FEWEST_TOKENS, call_compiled, is_compiled, why_not_compiled
+from .compiled import call_compiled, is_compiled, why_not_compiled
 from .graphs import CapturedPass, Graphs, are_wanted, power_of_two, rounded, static_copy, why_not_captured
 from .ragged import RaggedCache
 from .recurrent import RecurrentModel
@@ -20,7 +20,7 @@ logger = logging.get_logger(__name__)
 class CompiledModel(CachedModel):
     """Runs steps compiled, over a view of the cache that stays the same for many steps."""
 
-    fewest_tokens = FEWEST_TOKENS
+    fewest_tokens = 2  # torch.compile treats a size of 1 as a separate case
 
     def window(self, width):
         return -(-width // WINDOW_STEP) * WINDOW_STEP

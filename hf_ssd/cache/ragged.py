@@ -106,8 +106,8 @@ class RaggedCache(DynamicCache):
 
     def of_row(self, row: int, width: int) -> "RaggedCache":
         """Returns a cache of one row, with copies of the first `width` columns of a row."""
-        place, copied = self._at(row), copy.copy(self)
-        copied.rows, copied.left_out, copied.count, copied.window, copied.placement = None, [], None, None, None
+        place, copied = self._at(row), RaggedCache()
+        copied.is_recurrent = self.is_recurrent
         copied.layers = [
             layer.of_row(place, width) if isinstance(layer, RaggedLayer) else copy.copy(layer) for layer in self.layers
         ]

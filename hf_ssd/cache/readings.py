@@ -28,8 +28,6 @@ FAR, FARTHEST = 640, 4096
 
 
 class Texts(NamedTuple):
-    """The texts of a trial."""
-
     tokens: torch.LongTensor  # (rows, length): a prompt and the tokens to verify
     columns: list[int]  # the first column of each row that is written after the prompt
     width: int  # columns before the end of the cache

@@ -21,7 +21,6 @@ class RowStore:
         return cls(pad(pad_sequence(texts, batch_first=True), (0, ROOM)))
 
     def reserve(self, width: int) -> None:
-        """Makes room for at least `width` columns."""
         rows, capacity, *size = self.values.shape
         if width > capacity:
             self.values = torch.cat([self.values, self.values.new_zeros(rows, max(ROOM, width), *size)], dim=1)

@@ -32,8 +32,6 @@ def are_close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class AttentionLayout:
-    """Which columns the layers of a model look at."""
-
     window: int | None = None  # positions that sliding layers look back; `None` if no layer slides
     mixed: bool = False  # whether only some layers slide, so that the model takes a mask for each kind
     chunked: bool = False  # whether these do not slide, but see the query's chunk of `window` positions
@@ -113,7 +111,6 @@ def attention_layout(model: PreTrainedModel) -> AttentionLayout:
 
 
 def empty_cache(model: PreTrainedModel) -> DynamicCache:
-    """Returns a cache of transformers for a model."""
     return DynamicCache(config=model.config.get_text_config(decoder=True))
 
 
