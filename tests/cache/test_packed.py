@@ -22,13 +22,15 @@ from hf_ssd.cache.packed import packed_forwards
 from hf_ssd.cache.ragged import RaggedCache
 from hf_ssd.cache.trial import check_supported
 
+from ..helpers.comparing import generate
+from ..helpers.families import sharp_model, tiny_config
 from ..helpers.heads import tiny_head
-from ..helpers.packing import DTYPES, PACKS, times
+from ..helpers.packing import DTYPES, PACKS, count_calls, times
 from ..helpers.tiny import VOCAB, padded_batch, speculated, tiny_draft, tiny_model
 
 EXACT = {"atol": 1e-4, "rtol": 1e-4}
 LAYERS = 3 * 7 + 1  # of a tiny model
-TOKENS = torch.arange(2, 8)[None]
+TOKENS = torch.arange(2, 14)[None]
 QUICK, ALL = "not slow", "slow or not slow"
 SUITES = {  # and the tests of each; all of the families or of the calls against plain generation take half an hour
     "conformance/test_greedy.py": ALL,
@@ -43,15 +45,8 @@ SUITES = {  # and the tests of each; all of the families or of the calls against
 
 @pytest.fixture
 def products(monkeypatch):
-    """Counts the products with packed weights, by their number of tokens."""
-    counted, call = [], packed.PackedLinear.__call__
-
-    def counting(self, states):
-        counted.append(states.numel() // states.shape[-1])
-        return call(self, states)
-
-    monkeypatch.setattr(packed.PackedLinear, "__call__", counting)
-    return counted
+    """The number of tokens of each call of a module with packed weights."""
+    return count_calls(monkeypatch, *packed.KINDS)
 
 
 @torch.no_grad()
@@ -244,12 +239,17 @@ def test_the_layer_in_an_adapter_and_a_head_that_shares_the_embedding_are_packed
 # ---------------------------------------------------------------- what "auto" chooses
 
 
-def test_auto_packs_where_it_is_faster(monkeypatch):
+def test_auto_packs_layers_and_uses_packed_weights_where_they_are_faster(monkeypatch):
     model = tiny_model()
-    times(monkeypatch, [0.96, 0.93, 0.5])
+    times(monkeypatch, [0.96, 0.93, 1.0])
     found = packed_forwards(model, "auto")
-    assert len(found) == LAYERS and {forward.packed.is_faster for forward in found.values()} == {(False, True, True)}
-    assert {forward.packed.fewest for forward in found.values()} == {1}
+    assert len(found) == LAYERS
+    ours, linear = [], packed_linear.linear
+    monkeypatch.setattr(packed_linear, "linear", lambda states, *of: ours.append(len(states)) or linear(states, *of))
+    with torch.no_grad():
+        for tokens in (1, 2, 5, 15, 16, 64):
+            found[model.lm_head](torch.randn(tokens, 32))
+    assert ours == [1, 16, 64]
     times(monkeypatch, [1.0, 1.0, 0.99])
     assert not packed_forwards(tiny_model(seed=1), "auto")
     assert len(packed_forwards(tiny_model(seed=1), True)) == LAYERS
@@ -264,18 +264,6 @@ def test_auto_times_each_kind_of_layer_once_and_no_small_ones(monkeypatch):
     packed_forwards(tiny_model(), "auto")
     packed_forwards(tiny_model(seed=1), "auto")
     assert len(tried) == len(set(tried)) == 5
-
-
-def test_the_layer_computes_itself_for_numbers_of_tokens_for_which_that_is_as_fast(monkeypatch):
-    model = tiny_model()
-    times(monkeypatch, [0.96, 0.93, 1.0])
-    forward = packed_forwards(model, "auto")[model.lm_head]
-    ours, linear = [], packed_linear.linear
-    monkeypatch.setattr(packed_linear, "linear", lambda states, *of: ours.append(len(states)) or linear(states, *of))
-    with torch.no_grad():
-        for tokens in (1, 2, 5, 15, 16, 64):
-            forward(torch.randn(tokens, 32))
-    assert ours == [1, 16, 64]
 
 
 @pytest.mark.parametrize("rows", [(1,), (1, 1), (2, 1), (2, 2), (5,), (1, 9), (0,)])
@@ -325,24 +313,32 @@ def test_a_model_that_was_passed_is_packed_where_memory_holds_the_copy_twice(sma
     assert len(packed_forwards(model, True)) == LAYERS
 
 
-@pytest.mark.parametrize("is_tied", [False, True])
-def test_a_model_of_its_own_keeps_no_second_copy(is_tied, products):
-    model = tiny_model(tie_word_embeddings=is_tied)
+OWN = {  # models, and how many of their modules keep packed weights alone
+    "layers": (tiny_model, LAYERS),
+    "a shared embedding": (lambda: tiny_model(tie_word_embeddings=True), LAYERS - 1),
+    "experts": (lambda: sharp_model(tiny_config("qwen3_moe")), 2 * 5 + 1),
+}
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_a_model_of_its_own_keeps_no_second_copy(kind, products):
+    model, count = OWN[kind][0](), OWN[kind][1]
     model.tower = nn.Linear(32, 32)  # which texts do not use
     expected, plain = logits(model, False), model.generate(TOKENS, max_new_tokens=12, do_sample=False)
+    shapes = [weight.shape for weight in model.parameters()]
     packed.own(model)
     for pack_weights in (True, True, False):  # weights that were given up stay packed
         torch.testing.assert_close(logits(model, pack_weights), expected, **EXACT)
-    alone = [layer for layer in model.modules() if type(layer) is nn.Linear and layer.weight.isnan().all()]
-    assert len(alone) == LAYERS - is_tied and len(products) >= 3 * LAYERS
-    assert all(layer.weight.untyped_storage().nbytes() == 4 for layer in alone)
-    assert model.lm_head.weight.shape == (VOCAB, 32) and model.tower.weight.isfinite().all()
+    alone = [module for module, forward in packed_forwards(model, False).items() if forward.is_alone]
+    assert len(alone) == count and len(products) >= 3 * count
+    assert all(weight.untyped_storage().nbytes() == 4 for module in alone for weight in module.parameters())
+    assert [weight.shape for weight in model.parameters()] == shapes and model.tower.weight.isfinite().all()
     assert not attached_to(model).has_own_forward
     products.clear()
     torch.testing.assert_close(model(TOKENS).logits, expected, **EXACT)  # by passes that are not ours
     assert torch.equal(model.generate(TOKENS, max_new_tokens=12, do_sample=False), plain)
     assert len(products) >= 13 * len(alone)
-    for layer in alone:
+    for layer in alone if kind != "experts" else ():
         assert layer(torch.zeros(2, 0, layer.in_features)).shape == (2, 0, layer.out_features)
 
 
@@ -375,14 +371,12 @@ def test_all_passes_of_a_call_run_packed_and_the_model_does_not_change(asynchron
     target, draft = hf_ssd.enable(tiny_model()), tiny_draft()
     parts = [*target.modules(), *draft.modules()]
     before, state = [dict(vars(part)) for part in parts], {name: id(one) for name, one in target.named_parameters()}
-    outputs, options = [], {"max_new_tokens": 24, "do_sample": do_sample, "return_dict_in_generate": True}
+    outputs, drafts = [], assistant if asynchronous else draft
     for pack_weights in (False, True):
-        config = hf_ssd.SSDConfig(lookahead=3, asynchronous=asynchronous, pack_weights=pack_weights)
         torch.manual_seed(3)
-        output = target.generate(
-            **padded_batch(3), **options, assistant_model=assistant if asynchronous else draft, ssd_config=config
-        )
-        assert output.ssd_stats.draft_failure is None and output.ssd_stats.tokens_per_round > 1.2
+        of_config = {"lookahead": 3, "pack_weights": pack_weights}
+        output = generate(target, drafts, padded_batch(3), of_config, max_new_tokens=24, do_sample=do_sample)
+        assert output.ssd_stats.tokens_per_round > 1.2
         outputs.append(output.sequences)
         assert bool(products) == pack_weights
     assert torch.equal(*outputs)

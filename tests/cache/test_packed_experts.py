@@ -13,13 +13,11 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import hf_ssd
 from hf_ssd.cache import packed, packed_linear
-from hf_ssd.cache.cached_model import CachedModel
 from hf_ssd.cache.packed import packed_forwards
 from hf_ssd.cache.packed_experts import PackedExperts
-from hf_ssd.cache.ragged import RaggedCache
 
 from ..helpers.families import EXPERTS, sharp_model, tiny_config
-from ..helpers.packing import DTYPES, times
+from ..helpers.packing import DTYPES, count_calls, times
 from ..helpers.tiny import padded_batch, speculated
 
 WIDTH, INNER = 40, 24
@@ -35,7 +33,6 @@ KINDS = {
         GptOssConfig(hidden_size=WIDTH, intermediate_size=INNER, num_local_experts=EXPERTS)
     ),
 }
-TOKENS = torch.arange(2, 14)[None]
 
 
 def experts_of(kind, dtype=torch.float32):
@@ -202,36 +199,13 @@ def test_all_experts_are_tried_together_so_that_they_come_from_memory(monkeypatc
 # ---------------------------------------------------------------- whole models
 
 
-@pytest.fixture
-def products(monkeypatch):
-    """Counts the passes of packed experts, by their number of tokens."""
-    counted, call = [], PackedExperts.__call__
-    monkeypatch.setattr(PackedExperts, "__call__", lambda self, *of: counted.append(len(of[0])) or call(self, *of))
-    return counted
-
-
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_calls_with_packed_experts_give_the_tokens_of_plain_generate(family, products):
-    config = tiny_config(family)
+def test_calls_with_packed_experts_give_the_tokens_of_plain_generate(family, monkeypatch):
+    """A model that keeps packed experts alone is in `test_packed.py`."""
+    config, passes = tiny_config(family), count_calls(monkeypatch, PackedExperts)
     target, draft = hf_ssd.enable(sharp_model(config)), sharp_model(config, noise=0.02)
     speculated(target, draft, padded_batch(3), {"pack_weights": True}, least=1.05, max_new_tokens=24)
-    assert {27, 12} <= set(products)  # the prefill, and verifications of three rows
-    products.clear()
+    assert {27, 12} <= set(passes)  # the prefill, and verifications of three rows
+    passes.clear()
     speculated(target, draft, padded_batch(3), {"pack_weights": False}, least=1.05, max_new_tokens=24)
-    assert not products
-
-
-@torch.no_grad()
-def test_a_model_of_its_own_keeps_no_second_copy_of_its_experts(products):
-    model = sharp_model(tiny_config("qwen3_moe"))
-    expected, plain = model(TOKENS).logits, model.generate(TOKENS, max_new_tokens=12, do_sample=False)
-    packed.own(model)
-    for pack_weights in (True, False):  # weights that were given up stay packed
-        cached = CachedModel(model, RaggedCache(), pack_weights=pack_weights)
-        torch.testing.assert_close(cached.extend(TOKENS, [0]), expected, **EXACT)
-    layers = [layer.mlp.experts for layer in model.model.layers]
-    assert all(weight.untyped_storage().nbytes() == 4 for layer in layers for weight in layer.parameters())
-    products.clear()
-    torch.testing.assert_close(model(TOKENS).logits, expected, **EXACT)  # by passes that are not ours
-    assert torch.equal(model.generate(TOKENS, max_new_tokens=12, do_sample=False), plain)
-    assert len(products) >= 13 * len(layers)
+    assert not passes

@@ -24,6 +24,19 @@ if PACKS:
     SSDConfig.__post_init__ = packing
 
 
+def count_calls(monkeypatch, *kinds) -> list[int]:
+    """Lets these kinds of packed modules note the number of tokens of each call in the list that is returned."""
+    tokens = []
+    for kind in kinds:
+
+        def counted(self, states, *others, call=kind.__call__):
+            tokens.append(states.numel() // states.shape[-1])
+            return call(self, states, *others)
+
+        monkeypatch.setattr(kind, "__call__", counted)
+    return tokens
+
+
 def times(monkeypatch, ours: list[float]) -> None:
     """Timings of packed products, beside 1.0 for each of torch's own."""
     monkeypatch.setattr(packed_linear, "_verdicts", {})
