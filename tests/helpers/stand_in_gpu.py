@@ -1,27 +1,20 @@
 """
 A GPU made of host memory: tensors that say they are on `cuda:0`, hold real numbers, and refuse what CUDA refuses. Every
-call that lets the host wait for the device is noted, with the function of hf_ssd or transformers that made it.
+call that lets the host wait for the device is noted.
 
 torch's `FakeTensorMode` holds no numbers, so what depends on them cannot run under it, and in a build of torch without
 CUDA it cannot index a tensor of that device.
 """
 
-import sys
 from collections import Counter
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-import hf_ssd
-
 GPU = torch.device("cuda", 0)
-PACKAGES = {package.__name__: str(Path(package.__file__).parent) for package in (hf_ssd, transformers)}
 
 # What needs a number of the device, and how often.
 READS = {
@@ -47,14 +40,6 @@ class OnGPU(Tensor):
 
     def __deepcopy__(self, memo):
         return self.clone()
-
-
-@dataclass(frozen=True)
-class Wait:
-    """What waits for the device, and the innermost function of hf_ssd or transformers that does it."""
-
-    what: str
-    where: str
 
 
 class Event:
@@ -112,7 +97,7 @@ class StandInGPU(TorchFunctionMode):
         self._note("synchronize")
 
     def _note(self, what: str, times: int = 1) -> None:
-        self.now[1][Wait(what, _place())] += times
+        self.now[1][what] += times
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -205,14 +190,3 @@ def to_gpu(model: torch.nn.Module) -> torch.nn.Module:
 def _on_gpu(value):
     """Makes tensors of a result such of the stand-in."""
     return tree_map_only(Tensor, lambda one: one if isinstance(one, OnGPU) else one.as_subclass(OnGPU), value)
-
-
-def _place() -> str:
-    frame = sys._getframe()
-    while frame is not None:
-        for package, folder in PACKAGES.items():
-            is_named = not frame.f_code.co_name.startswith("<")  # a comprehension has its own frame, or has not
-            if is_named and frame.f_code.co_filename.startswith(folder):
-                return f"{package}: {Path(frame.f_code.co_filename).name} {frame.f_code.co_name}"
-        frame = frame.f_back
-    return "elsewhere"

@@ -95,7 +95,6 @@ class TapeCapture:
     def __init__(self, device: torch.device):
         self.results: list[Tensor] = []
         self.captured = self.replayed = 0  # passes
-        self.recorded = 0  # operations of all passes that were captured
         TapeCapture.made.append(self)
 
     def __call__(self, forward):
@@ -103,7 +102,7 @@ class TapeCapture:
         with torch.inference_mode(), Reads(), Tape() as tape:
             result = forward()
         self.results.append(result)
-        self.captured, self.recorded = self.captured + 1, self.recorded + len(tape.steps)
+        self.captured += 1
 
         def replay():
             self.replayed += 1
