@@ -9,14 +9,11 @@ import hf_ssd
 from hf_ssd.cache import compiled
 from hf_ssd.cache.cached_model import view_for_passes
 
+from ..helpers.comparing import GREEDY, generate
 from ..helpers.suites import slowly
 from ..helpers.tiny import padded_batch, tiny_draft, tiny_model
 
 ONE_LAYER = {"num_hidden_layers": 1}
-
-
-def by_compile(model, **options):
-    model.compile(**options)
 
 
 def by_forward(model, **options):
@@ -30,22 +27,13 @@ def no_inductor(monkeypatch):
     monkeypatch.setattr(inductor, "compile_fx", lambda *_, **__: pytest.fail("inductor was called"))
 
 
-GREEDY = {"max_new_tokens": 20, "do_sample": False}
-
-
-def in_turn(target, draft):
-    config = hf_ssd.SSDConfig(lookahead=3, asynchronous=False)
-    ssd = {"assistant_model": draft, "ssd_config": config, "return_dict_in_generate": True}
-    return target.generate(**padded_batch(2), **GREEDY, **ssd)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "compiles, settings",
     [
-        (by_compile, {"options": {"speed": 3}}),
-        slowly(by_compile, {}),
-        slowly(by_compile, {"mode": "careful"}),
+        (torch.nn.Module.compile, {"options": {"speed": 3}}),
+        slowly(torch.nn.Module.compile, {}),
+        slowly(torch.nn.Module.compile, {"mode": "careful"}),
         slowly(by_forward, {"dynamic": True}),
         slowly(by_forward, {"options": {"speed": 3}}),
     ],
@@ -58,10 +46,10 @@ def test_a_target_is_compiled_by_the_users_backend(compiles, settings):
         return graph.forward
 
     target = hf_ssd.enable(tiny_model(**ONE_LAYER))
-    plain = target.generate(**padded_batch(2), **GREEDY)
+    plain = target.generate(**padded_batch(2), **GREEDY).sequences
     compiles(target, backend=mine, **settings)
     for _ in range(2):
-        assert torch.equal(in_turn(target, tiny_draft(**ONE_LAYER)).sequences, plain)
+        assert torch.equal(generate(target, tiny_draft(**ONE_LAYER), padded_batch(2)).sequences, plain)
     assert seen == [{name: value for name, value in settings.items() if name != "dynamic"}]
 
 
@@ -85,7 +73,7 @@ def test_mode_and_options_of_inductor_are_passed_on(settings, patched, monkeypat
     compiled._compiled_call.cache_clear()
     target = hf_ssd.enable(tiny_model(**ONE_LAYER))
     target.compile(**settings)
-    in_turn(target, tiny_draft(**ONE_LAYER))
+    generate(target, tiny_draft(**ONE_LAYER), padded_batch(2))
     compiled._compiled_call.cache_clear()
     assert len(seen) == 1 and patched.items() <= seen[0].items() and bool(seen[0]) == bool(settings)
 
@@ -99,12 +87,11 @@ def test_what_cannot_be_compiled_runs_uncompiled_and_says_so_once(side, monkeypa
     said = []
     monkeypatch.setattr(logging.get_logger("hf_ssd.cache.compiled"), "warning", lambda text, *_: said.append(text))
     models = {"target": hf_ssd.enable(tiny_model(**ONE_LAYER)), "draft": tiny_draft(**ONE_LAYER)}
-    plain = models["target"].generate(**padded_batch(2), **GREEDY)
+    plain = models["target"].generate(**padded_batch(2), **GREEDY).sequences
     models[side].compile(backend=broken)
     for _ in range(2):
-        output = in_turn(models["target"], models["draft"])
-        assert torch.equal(output.sequences, plain) and output.ssd_stats.draft_failure is None
-        assert output.ssd_stats.tokens_per_round > 1.5
+        output = generate(models["target"], models["draft"], padded_batch(2))
+        assert torch.equal(output.sequences, plain) and output.ssd_stats.tokens_per_round > 1.5
     assert len(said) == 1 and "no C++ compiler" in said[0]
 
 

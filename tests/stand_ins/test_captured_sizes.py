@@ -1,22 +1,23 @@
 """Captured passes of sizes that are rounded up, of masks that cannot be captured, and of heads."""
 
+import contextlib
+
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import set_seed
 
-import hf_ssd
 from hf_ssd.cache import passes
 from hf_ssd.cache.graphs import Graphs
 from hf_ssd.cache.passes import cached_model
 from hf_ssd.cache.ragged import RaggedCache
-from hf_ssd.drafting.autoregressive_drafter import AutoregressiveDrafter
-from hf_ssd.drafting.vocabulary import Vocabulary
-from hf_ssd.rounds import AHEAD, Plan, Speculation
 
+from ..helpers.comparing import generate
 from ..helpers.families import sharp_model, tiny_config
 from ..helpers.heads import tiny_head, tiny_mtp_head
+from ..helpers.loopback import assistant_of
 from ..helpers.tape import use_tapes
-from ..helpers.tiny import VOCAB, tiny_draft
+from ..helpers.tiny import VOCAB, padded_batch, tiny_draft
+from ..helpers.vocabularies import resized_draft
 
 
 @pytest.fixture(autouse=True)
@@ -45,54 +46,43 @@ def test_chunks_begin_after_the_padding_of_the_call_that_is_running():
     assert Graphs.of(model).failure is None and Graphs.of(model).passes
 
 
-def drafted(draft, graphs, budget, vocabulary=None, **sampling):
-    config = hf_ssd.SSDConfig(lookahead=3, budget=budget, cuda_graphs=graphs)
-    generation = GenerationConfig(max_length=100, do_sample=bool(sampling), **sampling)
-    prompts, plan = [torch.arange(2, 9), torch.arange(2, 12)], Plan(AHEAD, 3, 3, budget)
-    drafter = AutoregressiveDrafter(draft, config, generation, prompts, seed=0, vocabulary=vocabulary)
-    drafter.begin()
-    found, _ = drafter.complete(Speculation.empty(2), 3, plan)
-    candidates = drafter.candidates([False] * 2, budget)
-    outcomes = candidates.outcomes([[budget - 3, 1, 1, 1]] * 2)
-    grown = [passed[0] for passed in drafter.grow(*outcomes, plan) if passed is not None]
-    drafter.prefix.decoder.close()
-    return found.tokens, grown
+def ahead(target, draft, inputs, of_config, **options):
+    """A call whose draft prepares, in this process, all that it can."""
+    return generate(target, assistant_of(draft, contextlib.nullcontext), inputs, {"lookahead": 3, **of_config}, **options)
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "temperature": 0.7}], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("budget", [9, 11])
-@torch.inference_mode()
-def test_branches_whose_number_is_rounded_up_keep_their_places(budget, sampling):
-    draft = tiny_draft()
-    for _ in range(2):
-        assert drafted(draft, "auto", budget, **sampling) == drafted(draft, False, budget, **sampling)
-    graphs = Graphs.of(draft)
-    assert graphs.failure is None and graphs.passes
+def test_branches_whose_number_is_rounded_up_keep_their_places(budget, sampling, target, draft):
+    found = []
+    for cuda_graphs in (False, "auto", "auto"):
+        set_seed(3)
+        of_config = {"budget": budget, "cuda_graphs": cuda_graphs}
+        output = ahead(target, draft, padded_batch(2), of_config, **sampling)
+        stats = output.ssd_stats
+        found.append((output.sequences.tolist(), stats.column("accepted"), stats.column("hits")))
+    assert found[0] == found[1] == found[2] and stats.hit_rate > 0
+    assert Graphs.of(draft).failure is None and Graphs.of(draft).passes
 
 
-@torch.inference_mode()
-def test_tokens_that_the_draft_lacks_do_not_turn_graphs_off():
-    draft = tiny_draft()
+def test_tokens_that_the_draft_lacks_do_not_turn_graphs_off(target):
+    draft = resized_draft(VOCAB - 7)
     for _ in range(3):
-        drafted(draft, "auto", 4, Vocabulary(VOCAB + 3, VOCAB))
+        ahead(target, draft, {"input_ids": torch.arange(2, 9)[None]}, {"budget": 4})
     assert Graphs.of(draft).failure is None and Graphs.of(draft).passes
 
 
 @pytest.mark.parametrize("kind", [tiny_head, tiny_mtp_head])
 def test_heads_run_captured(target, kind):
     head = kind(target)
-    config = hf_ssd.SSDConfig(lookahead=3, asynchronous=False)
-    options = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
-    output = target.generate(torch.arange(2, 9)[None], assistant_model=head, ssd_config=config, **options)
-    assert output.ssd_stats.draft_failure is None
+    generate(target, head, {"input_ids": torch.arange(2, 9)[None]}, max_new_tokens=12)
     assert Graphs.of(head).failure is None and Graphs.of(head).passes
 
 
 @pytest.mark.slow
 def test_passes_that_are_kept_are_bounded(target, monkeypatch):
     monkeypatch.setattr(passes, "MOST_PASSES", 6)
-    draft, config = tiny_draft(), hf_ssd.SSDConfig(lookahead=3, asynchronous=False)
-    for n in range(2, 10):
-        ids = torch.arange(2, 9).repeat(n, 1)
-        target.generate(ids, assistant_model=draft, ssd_config=config, max_new_tokens=8, do_sample=True)
+    draft = tiny_draft()
+    for rows in range(2, 10):
+        generate(target, draft, padded_batch(rows), max_new_tokens=8, do_sample=True)
     assert Graphs.of(draft).failure is None and len(Graphs.of(draft).passes) <= 6

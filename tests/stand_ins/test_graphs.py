@@ -346,9 +346,9 @@ ERRORS = {
 
 
 def decided(cuda_graphs, target):
-    config = hf_ssd.SSDConfig(lookahead=3, asynchronous=False, cuda_graphs=cuda_graphs)
-    options = {"do_sample": False, "max_new_tokens": 12, "assistant_model": tiny_draft(), "ssd_config": config}
-    return torch.stack([target.generate(**padded_batch(3), **options) for _ in range(2)])
+    settings, draft = {"lookahead": 3, "cuda_graphs": cuda_graphs}, tiny_draft()
+    outputs = [comparing.generate(target, draft, padded_batch(3), settings, max_new_tokens=12) for _ in range(2)]
+    return torch.stack([output.sequences for output in outputs])
 
 
 @pytest.mark.parametrize("place", ERRORS)
