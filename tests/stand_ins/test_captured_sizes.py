@@ -48,7 +48,8 @@ def test_chunks_begin_after_the_padding_of_the_call_that_is_running():
 
 def ahead(target, draft, inputs, of_config, **options):
     """A call whose draft prepares, in this process, all that it can."""
-    return generate(target, assistant_of(draft, contextlib.nullcontext), inputs, {"lookahead": 3, **of_config}, **options)
+    assistant = assistant_of(draft, contextlib.nullcontext)
+    return generate(target, assistant, inputs, {"lookahead": 3, **of_config}, **options)
 
 
 @pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "temperature": 0.7}], ids=["greedy", "sampled"])
