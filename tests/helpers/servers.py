@@ -12,7 +12,9 @@ import tempfile
 import threading
 import time
 import urllib.request
+from collections import defaultdict
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import openai
@@ -48,6 +50,41 @@ def target_folder(tmp_path_factory, **tokenizer_config) -> str:
     return str(folder)
 
 
+class Said(NamedTuple):
+    """A choice of an answer."""
+
+    text: str
+    reason: str  # why it ended
+    logprobs: list | dict | None = None
+    reasoning: str = ""
+    calls: tuple[str, ...] = ()  # names of tools
+
+    @classmethod
+    def joined(cls, parts: list) -> "Said":
+        """Returns the choice that the parts of a stream make, or the single part of a whole answer."""
+        assert {part.finish_reason for part in parts[:-1]} <= {None}
+        messages = [getattr(part, "message", None) or getattr(part, "delta", part) for part in parts]
+        calls = tuple(call.function.name for one in messages for call in getattr(one, "tool_calls", None) or ())
+        found, logprobs = [part.logprobs for part in parts if part.logprobs], None
+        if found and hasattr(found[0], "content"):
+            logprobs = [entry for one in found for entry in one.content]
+        elif found:
+            logprobs = {name: [x for one in found for x in getattr(one, name)] for name in found[0].model_fields_set}
+
+        def text(*names: str) -> str:
+            return "".join(getattr(one, name, None) or "" for one in messages for name in names)
+
+        return cls(text("text", "content"), parts[-1].finish_reason, logprobs, text("reasoning_content"), calls)
+
+
+def said(chunks: list) -> list[Said]:
+    """Returns the choices of an answer, of which [`Client.chunks`] has the parts."""
+    parts = defaultdict(list)
+    for choice in (choice for chunk in chunks for choice in chunk.choices):
+        parts[choice.index].append(choice)
+    return [Said.joined(parts[index]) for index in sorted(parts)]
+
+
 class Client:
     """Asks a server, which has a `url` and a `model`."""
 
@@ -78,6 +115,10 @@ class Client:
         samples = [sample for family in families for sample in family.samples]
         return {sample.labels.get("end", sample.name.removeprefix("hf_ssd_")): sample.value for sample in samples}
 
+    def gained(self, before: dict[str, float]) -> dict[str, float]:
+        """Returns how much the figures have grown."""
+        return {name: value - before[name] for name, value in self.figures().items()}
+
     def __enter__(self):
         return self
 
@@ -103,6 +144,15 @@ class Client:
             **{"temperature": 0, **options},
         )
 
+    def chunks(self, ask: str, prompt, tokens: int, is_streamed: bool, **options) -> list:
+        """Returns the parts of an answer of `complete` or `chat`, of which a whole answer has a single one."""
+        found = getattr(self, ask)(prompt, tokens, stream=is_streamed or openai.omit, **options)
+        return list(found) if is_streamed else [found]
+
+    def whole_and_streamed(self, ask: str, prompt, tokens: int, **options) -> list[list[Said]]:
+        """Returns the choices of an answer that comes at once, and of one that streams."""
+        return [said(self.chunks(ask, prompt, tokens, is_streamed, **options)) for is_streamed in (False, True)]
+
     def post(self, path: str, body: bytes, **headers: str) -> tuple[int, dict]:
         """Returns the status and the JSON of an answer."""
         names = {"content-type": "application/json"} | {name.replace("_", "-"): text for name, text in headers.items()}
@@ -120,7 +170,7 @@ class Client:
             status, answer = self.request(path, **{"stream": stream, **changes})
             assert status == 400, answer
             sentences.add(self.sentence(status, answer))
-        assert self.figures()["tokens_total"] == before["tokens_total"]
+        assert self.gained(before)["tokens_total"] == 0
         (sentence,) = sentences
         return sentence
 

@@ -2,6 +2,7 @@
 
 import signal
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,11 +32,9 @@ def program(chat_model):
     assert program.ends_with_its_worker(signal.SIGINT)  # as Ctrl-C does
 
 
-@pytest.fixture(scope="session")
-def tiny_folder(tmp_path_factory) -> str:
-    """Returns a folder of a tiny target with a chat template and many positions."""
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    tiny_model(max_position_embeddings=LONG).save_pretrained(folder)
+def saved(model, folder: Path) -> str:
+    """Saves a model with a tokenizer that has a chat template."""
+    model.save_pretrained(folder)
     tokenizer = vocabularies.tokenizer(vocabularies.TARGET)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
@@ -43,12 +42,14 @@ def tiny_folder(tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory) -> str:
+    """Returns a folder of a tiny target with many positions."""
+    return saved(tiny_model(max_position_embeddings=LONG), tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
 def tiny_draft_folder(tmp_path_factory) -> str:
-    """Returns a folder of a draft for the tiny target."""
-    folder = tmp_path_factory.mktemp("models") / "draft"
-    tiny_draft(max_position_embeddings=LONG).save_pretrained(folder)
-    vocabularies.tokenizer(vocabularies.TARGET).save_pretrained(folder)
-    return str(folder)
+    return saved(tiny_draft(max_position_embeddings=LONG), tmp_path_factory.mktemp("models") / "draft")
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS as KNOWN
 
 import hf_ssd
 
-from ..helpers.servers import ServerThread, target_folder
+from ..helpers.servers import Said, ServerThread, said, target_folder
 from ..helpers.suites import slowly
 from ..helpers.tiny import tiny_model
 
@@ -21,8 +21,7 @@ CHAT = (
 )
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
-MESSAGES = [{"role": "user", "content": "import os"}]
-ASK = {"messages": MESSAGES, "tools": TOOLS, "temperature": 0}
+PROMPT = "import os"
 
 
 def caller_folder(tmp_path_factory) -> str:
@@ -74,18 +73,8 @@ def says(server, monkeypatch):
     return says
 
 
-def answers(server, **options) -> list[tuple]:
-    """Returns content, reasoning, names of called tools, and why the answer ended: whole, and streamed."""
-    create = server.client.chat.completions.create
-    whole = create(model=server.model, **ASK, **options).choices[0]
-    chunks = [chunk.choices[0] for chunk in create(model=server.model, **ASK, stream=True, **options)]
-    found = []
-    for texts, last in (([whole.message], whole), ([chunk.delta for chunk in chunks], chunks[-1])):
-        content = "".join(text.content or "" for text in texts)
-        reasoning = "".join(getattr(text, "reasoning_content", None) or "" for text in texts)
-        names = [one.function.name for text in texts for one in text.tool_calls or ()]
-        found.append((content, reasoning, names, last.finish_reason))
-    return found
+def answers(server, ask: str, tokens: int, **options) -> list[Said]:
+    return [choice for (choice,) in server.whole_and_streamed(ask, PROMPT, tokens, **options)]
 
 
 @pytest.mark.slow
@@ -94,8 +83,8 @@ def test_an_answer_that_ends_within_a_tool_call_is_its_text(server, says):
     first = next(i for i in range(len(tokens)) if "<tool_call>" in server.processor.decode(tokens[:i]))
     for count in range(first, len(tokens) - 1, 3):
         text = server.processor.decode(tokens[:count])
-        assert answers(server, max_tokens=count) == [(text, "", [], "length")] * 2
-        body = {"input": MESSAGES, "max_output_tokens": count, "temperature": 0}
+        assert answers(server, "chat", count, tools=TOOLS) == [Said(text, "length")] * 2
+        body = {"input": PROMPT, "max_output_tokens": count, "temperature": 0}
         response = server.client.responses.create(model=server.model, **body)
         events = list(server.client.responses.create(model=server.model, **body, stream=True))
         assert response.output_text == events[-1].response.output_text == text
@@ -107,18 +96,28 @@ INSIDE = ('{"name": f}', "", "5", "[]", '{"name": "f"}', '{"name": 5, "arguments
 UNREADABLE = [f"Sure.\n<tool_call>\n{inside}\n</tool_call>\nDone." for inside in INSIDE]
 STOPS = ("<tool_call>", "tool_c", '"arguments"', '{"a')
 ANSWERS = [  # what the model writes, stop strings, and what the client gets
-    (SAID, [], ("Sure.", "", ["f"], "tool_calls")),
+    (SAID, [], Said("Sure.", "tool_calls", calls=("f",))),
     # What comes before a call that cannot be read stays as it is.
-    (f"<think>So.</think>{SAID}\n<tool_call>\n{{", [], ("Sure.\n<tool_call>\n{", "So.", ["f"], "tool_calls")),
-    *((text, [], (text, "", [], "stop")) for text in UNREADABLE),
-    *((SAID, [stop], (SAID[: SAID.index(stop)], "", [], "stop")) for stop in STOPS),
+    (
+        f"<think>So.</think>{SAID}\n<tool_call>\n{{",
+        [],
+        Said("Sure.\n<tool_call>\n{", "tool_calls", reasoning="So.", calls=("f",)),
+    ),
+    *((text, [], Said(text, "stop")) for text in UNREADABLE),
+    *((SAID, [stop], Said(SAID[: SAID.index(stop)], "stop")) for stop in STOPS),
+    ("<think>So it is.</think>Sure.", [" is."], Said("", "stop", reasoning="So it")),
+    ("<think>So it is.</think>Sure.", [".S"], Said("Sure.", "stop", reasoning="So it is.")),  # not of two fields
 ]
 
 
 @pytest.mark.parametrize("text, stop, answer", ANSWERS)
-def test_a_tool_call_is_one_if_it_is_whole_and_can_be_read_and_text_otherwise(server, says, text, stop, answer):
+def test_an_answer_has_its_reasoning_its_calls_that_can_be_read_and_text(server, says, text, stop, answer):
     says(text)
-    assert answers(server, max_tokens=200, stop=stop) == [answer] * 2
+    whole, streamed = (server.chunks("chat", PROMPT, 200, how, tools=TOOLS, stop=stop) for how in (False, True))
+    assert said(whole) == said(streamed) == [answer]
+    deltas = [chunk.choices[0].delta for chunk in streamed]
+    order = [bool(delta.content) for delta in deltas if delta.content or getattr(delta, "reasoning_content", None)]
+    assert order == sorted(order), "reasoning that was held back comes after content"
 
 
 CHARACTERS = (
@@ -126,18 +125,7 @@ CHARACTERS = (
 )
 
 
-def completions(server, **options) -> list[tuple]:
-    """Returns the text of a completion, and why it ended: whole, and streamed."""
-    whole = server.complete("import os", **options).choices[0]
-    chunks = [chunk.choices[0] for chunk in server.complete("import os", stream=True, **options)]
-    return [(whole.text, whole.finish_reason), ("".join(chunk.text for chunk in chunks), chunks[-1].finish_reason)]
-
-
-def chats(server, tokens: int, **options) -> list[tuple]:
-    return [(content, reason) for content, _, _, reason in answers(server, max_tokens=tokens, **options)]
-
-
-KINDS = [completions, slowly(chats)]
+KINDS = ["complete", slowly("chat")]
 
 
 @pytest.mark.slow
@@ -147,8 +135,8 @@ def test_a_text_that_ends_within_a_character_is_the_same_whole_and_streamed(serv
     assert len(tokens) > len(CHARACTERS) + 10, "characters are several tokens"
     for count in range(1, len(tokens) + 1, 2):
         text = server.processor.decode(tokens[:count])
-        whole, streamed = ask(server, tokens=count)
-        assert streamed == (text, "length") and whole[0].strip() == text.strip()
+        whole, streamed = answers(server, ask, count)
+        assert streamed == Said(text, "length") and whole.text.strip() == text.strip()
 
 
 @pytest.mark.slow
@@ -160,11 +148,11 @@ def test_a_stop_string_of_any_characters_cuts_the_text_before_it(server, says, a
         for start in range(0, len(CHARACTERS) - length + 1, step):
             stop = CHARACTERS[start : start + length]
             text = CHARACTERS[: CHARACTERS.index(stop)]
-            whole, streamed = ask(server, tokens=len(tokens) + 1, stop=stop)
-            assert streamed == (text, "stop") and whole[0].strip() == text.strip(), stop
+            whole, streamed = answers(server, ask, len(tokens) + 1, stop=stop)
+            assert streamed == Said(text, "stop") and whole.text.strip() == text.strip(), stop
     for count in range(1, len(tokens), 3):  # the limit comes before the stop string, within it, or after it
         text = server.processor.decode(tokens[:count])
-        whole, streamed = ask(server, tokens=count, stop=["日本", "\u0301"])
+        whole, streamed = answers(server, ask, count, stop=["日本", "\u0301"])
         found = [text.index(stop) for stop in ("日本", "\u0301") if stop in text]
-        expected = (text[: min(found)], "stop") if found else (text, "length")
-        assert streamed == expected and (whole[0].strip(), whole[1]) == (expected[0].strip(), expected[1])
+        assert streamed == (Said(text[: min(found)], "stop") if found else Said(text, "length"))
+        assert (whole.text.strip(), whole.reason) == (streamed.text.strip(), streamed.reason)

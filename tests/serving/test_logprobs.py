@@ -2,13 +2,12 @@
 
 import json
 
-import openai
 import pytest
 import torch
 
 from hf_ssd.serving import calls, limits, logprobs
 
-from ..helpers.servers import COMPLETIONS, PROMPT
+from ..helpers.servers import COMPLETIONS, PROMPT, Said, said
 from ..helpers.suites import slowly
 
 COUNT = 40
@@ -20,27 +19,12 @@ def speculates(server):
     """Checks that the calls of a test speculate."""
     before = server.figures()
     yield
-    after = server.figures()
-    tokens, rounds, hits = (after[name] - before[name] for name in ("tokens_total", "rounds_total", "hits_total"))
-    assert rounds < 0.8 * tokens and hits > 0
+    gained = server.gained(before)
+    assert gained["rounds_total"] < 0.8 * gained["tokens_total"] and gained["hits_total"] > 0
 
 
-def answer(server, ask: str, is_streamed: bool, **options) -> list[tuple[str, object, str]]:
-    """Returns the text of each choice, its log-probabilities, and why it ended."""
-    tokens, prompt = options.pop("tokens", COUNT), options.pop("prompt", PROMPT)
-    found = getattr(server, ask)(prompt, tokens, stream=is_streamed or openai.omit, **options)
-    choices = [choice for chunk in found for choice in chunk.choices] if is_streamed else found.choices
-    result = []
-    for index in range(1 + max(choice.index for choice in choices)):
-        mine = [choice for choice in choices if choice.index == index]
-        texts = [one.text if ask == "complete" else (one.delta if is_streamed else one.message).content for one in mine]
-        parts, entries = [one.logprobs for one in mine if one.logprobs], None
-        if parts and ask == "chat":
-            entries = [entry for part in parts for entry in part.content]
-        elif parts:
-            entries = {name: [x for part in parts for x in getattr(part, name)] for name in parts[0].model_fields_set}
-        result.append(("".join(text or "" for text in texts), entries, mine[-1].finish_reason))
-    return result
+def answer(server, ask: str, is_streamed: bool, prompt=PROMPT, **options) -> list[Said]:
+    return said(server.chunks(ask, prompt, COUNT, is_streamed, **options))
 
 
 def plain(server, count: int, tokens: list[int] | None = None) -> tuple[list[int], torch.Tensor]:
@@ -66,11 +50,11 @@ def check_chat(entries, tokens, scores, count, names) -> None:
         torch.testing.assert_close(found, likely, atol=1e-4, rtol=0)
 
 
-def assert_alike(first: list, second: list) -> None:
+def assert_alike(first: list[Said], second: list[Said]) -> None:
     """Checks that choices have the same texts and tokens, and log-probabilities that differ by rounding alone."""
-    assert [(text, reason) for text, _, reason in first] == [(text, reason) for text, _, reason in second]
+    assert [one[:2] for one in first] == [one[:2] for one in second]
     tokens, values = [], []
-    for _, entries, _ in [*first, *second]:
+    for entries in (one.logprobs for one in [*first, *second]):
         of_chat = isinstance(entries, list)
         tokens.append([entry.token for entry in entries] if of_chat else entries["tokens"])
         values.append([entry.logprob for entry in entries] if of_chat else entries["token_logprobs"])
@@ -87,12 +71,9 @@ def names(server):
 def test_logprobs_of_a_chat_are_those_of_plain_generate(server, names, speculates):
     tokens, scores = plain(server, COUNT)
     for count in (0, 1, 20):
-        whole, streamed = (
-            answer(server, "chat", is_streamed, logprobs=True, top_logprobs=count) for is_streamed in (False, True)
-        )
-        ((text, entries, reason),) = whole
-        check_chat(entries, tokens, scores, count, names)
-        assert streamed == whole and reason == "length"
+        whole, streamed = server.whole_and_streamed("chat", PROMPT, COUNT, logprobs=True, top_logprobs=count)
+        check_chat(whole[0].logprobs, tokens, scores, count, names)
+        assert streamed == whole and whole[0].reason == "length"
 
 
 def test_logprobs_at_other_positions_are_noticed(server, names, monkeypatch):
@@ -106,9 +87,9 @@ def test_logprobs_at_other_positions_are_noticed(server, names, monkeypatch):
 @pytest.mark.parametrize("likely", [0, 5])
 def test_logprobs_of_a_completion_are_those_of_plain_generate(server, names, speculates, likely):
     tokens, scores = plain(server, COUNT)
-    whole, streamed = (answer(server, "complete", is_streamed, logprobs=likely) for is_streamed in (False, True))
-    ((text, found, _),) = whole
+    whole, streamed = server.whole_and_streamed("complete", PROMPT, COUNT, logprobs=likely)
     assert streamed == whole
+    text, found = whole[0].text, whole[0].logprobs
     assert found["tokens"] == [names.name(token) for token in tokens]
     chosen = scores[range(COUNT), tokens]
     torch.testing.assert_close(torch.tensor(found["token_logprobs"]), chosen, atol=1e-4, rtol=0)
@@ -126,14 +107,14 @@ IN_CHATS = slowly("chat", {"logprobs": True})
 @pytest.mark.slow
 @pytest.mark.parametrize("ask, likely", [("complete", {"logprobs": 2}), IN_CHATS])
 def test_a_stop_string_cuts_the_logprobs_with_the_text(server, speculates, ask, likely):
-    ((text, all_of_them, _),) = answer(server, ask, False, **likely)
-    offsets = answer(server, "complete", False, logprobs=0)[0][1]["text_offset"]
+    text, _, all_of_them, *_ = answer(server, ask, False, **likely)[0]
+    offsets = answer(server, "complete", False, logprobs=0)[0].logprobs["text_offset"]
     for start, length in [(0, 1), (1, 2), (16, 4), (29, 9), (len(text) - 5, 5)]:
         stop = text[start : start + length]
-        whole, streamed = (answer(server, ask, is_streamed, stop=stop, **likely) for is_streamed in (False, True))
-        ((found, entries, reason),) = whole
+        whole, streamed = server.whole_and_streamed(ask, PROMPT, COUNT, stop=stop, **likely)
+        found, reason, entries, *_ = whole[0]
         assert found == text[: text.index(stop)] and reason == "stop"
-        assert streamed == (whole if found else [("", None, "stop")])
+        assert streamed == (whole if found else [Said("", "stop")])
         count = sum(offset < len(found) for offset in offsets)  # tokens of which something is shown
         if ask == "complete":
             assert entries == {name: values[:count] for name, values in all_of_them.items()}
@@ -146,24 +127,24 @@ def test_logprobs_of_sampled_tokens_are_those_before_temperature_penalties_and_b
     server, names, speculates, settings
 ):
     options = {"temperature": 0.8, "top_p": 0.9, "seed": 7, "logprobs": True, "top_logprobs": 3, **settings}
-    whole, streamed = (answer(server, "chat", is_streamed, **options) for is_streamed in (False, True))
+    whole, streamed = server.whole_and_streamed("chat", PROMPT, COUNT, **options)
     assert whole == streamed
     ids = {names.name(token): token for token in names.spelled}
-    tokens = [ids[entry.token] for entry in whole[0][1]]
+    tokens = [ids[entry.token] for entry in whole[0].logprobs]
     assert tokens != plain(server, COUNT)[0]
-    check_chat(whole[0][1], *plain(server, COUNT, tokens), 3, names)
+    check_chat(whole[0].logprobs, *plain(server, COUNT, tokens), 3, names)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ask, likely", [("complete", {"logprobs": 2}), IN_CHATS])
 def test_greedy_choices_are_the_same_and_sampled_ones_differ_and_repeat(server, speculates, ask, likely):
-    alone = answer(server, ask, False, **likely)
-    assert answer(server, ask, False, n=3, **likely) == answer(server, ask, True, n=3, **likely) == alone * 3
+    whole, streamed = server.whole_and_streamed(ask, PROMPT, COUNT, n=3, **likely)
+    assert whole == streamed == answer(server, ask, False, **likely) * 3
     sampled = {"temperature": 1.2, "seed": 5, "n": 4, **likely}
     first, again, streamed = (answer(server, ask, is_streamed, **sampled) for is_streamed in (False, False, True))
     assert_alike(first, again)  # rows that join at other times are read in passes of other sizes
     assert_alike(first, streamed)
-    assert len({text for text, *_ in first}) == 4
+    assert len({one.text for one in first}) == 4
 
 
 def test_usage_counts_the_tokens_of_all_choices_and_each_prompt_once(server):
@@ -182,13 +163,12 @@ def test_usage_counts_the_tokens_of_all_choices_and_each_prompt_once(server):
 @pytest.mark.slow
 def test_sampled_choices_stream_beside_each_other_and_end_at_their_own_stop_strings(server):
     options = {"temperature": 1.2, "seed": 3, "n": 4}
-    texts = [text for text, *_ in answer(server, "complete", False, **options)]
+    texts = [one.text for one in answer(server, "complete", False, **options)]
     stop = texts[2][6:9]
     assert sum(stop in text for text in texts) < 4, "some choices go on"
-    expected = [text[: text.index(stop)] if stop in text else text for text in texts]
-    whole, streamed = (answer(server, "complete", is_streamed, stop=stop, **options) for is_streamed in (False, True))
-    assert whole == streamed and [text for text, *_ in whole] == expected
-    assert [reason for *_, reason in whole] == ["stop" if stop in text else "length" for text in texts]
+    expected = [(text.split(stop)[0], "stop" if stop in text else "length") for text in texts]
+    whole, streamed = server.whole_and_streamed("complete", PROMPT, COUNT, stop=stop, **options)
+    assert whole == streamed and [one[:2] for one in whole] == expected
     order = [chunk.choices[0].index for chunk in server.complete(PROMPT, COUNT, stream=True, **options)]
     assert set(order) == {0, 1, 2, 3} and order != sorted(order)
 
@@ -204,15 +184,15 @@ def test_choices_that_do_not_fit_into_memory_are_refused(server, monkeypatch):
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
 def test_the_prompt_stands_before_the_text(server, names, speculates, is_streamed, monkeypatch):
     monkeypatch.setattr(logprobs, "PIECE", 3)
-    ((text, alone, _),) = answer(server, "complete", False, logprobs=2)
+    text, _, alone, *_ = answer(server, "complete", False, logprobs=2)[0]
     ids = server.processor(PROMPT)["input_ids"]
     for prompt, before in [(PROMPT, PROMPT), (ids, server.processor.decode(ids))]:
         options = {"prompt": prompt, "echo": True, "stop": text[12:15]}
-        assert answer(server, "complete", is_streamed, **options) == [(before + text[:12], None, "stop")]
+        assert answer(server, "complete", is_streamed, **options) == [Said(before + text[:12], "stop")]
         options = {"prompt": prompt, "echo": True, "logprobs": 2, "n": 2}
         first, second = answer(server, "complete", is_streamed, **options)
-        found = first[1]
-        assert first == second and first[0] == before + text
+        found = first.logprobs
+        assert first == second and first.text == before + text
         assert found["tokens"] == [*map(names.name, ids), *alone["tokens"]]
         assert found["text_offset"][len(ids) :] == [len(before) + offset for offset in alone["text_offset"]]
         with torch.no_grad():
@@ -225,7 +205,7 @@ def test_the_prompt_stands_before_the_text(server, names, speculates, is_streame
 
 
 def test_several_choices_are_refused_once(server):
-    before = server.figures()["refused"]
+    before = server.figures()
     settings = json.dumps({"max_new_tokens": 2, "suppress_tokens": [97]})
     assert "names token 97" in server.refusal(COMPLETIONS, n=4, generation_config=settings)
-    assert server.figures()["refused"] == before + 2, "whole and streamed"
+    assert server.gained(before)["refused"] == 2, "whole and streamed"

@@ -55,20 +55,10 @@ def test_the_figures_say_who_runs_and_who_waits(program):
     now = program.figures()
     assert now["num_requests_running"] == 1 and now["num_requests_waiting"] == 0
     reader.join(60)
-    after = program.figures()
-    assert after["num_requests_running"] == 0 and after["hits_total"] > before["hits_total"]
-    assert after["time_to_first_token_seconds_count"] - before["time_to_first_token_seconds_count"] == 1
-    pieces = "time_per_output_token_seconds_count"
-    assert 50 < after[pieces] - before[pieces] < 200 and after["time_per_output_token_seconds_sum"] > 0
-
-
-@pytest.mark.slow
-def test_sampled_answers_do_not_depend_on_their_neighbours(program):
-    options = {"temperature": 1.0, "seed": 5}
-    alone = program.complete(PROMPT, 40, **options).choices[0].text
-    long = Reader(program, "abc", 300, temperature=1.0, seed=6).begun()  # of a seed whose text does not end early
-    assert program.complete(PROMPT, 40, **options).choices[0].text == alone and long.last is None
-    long.join(60)
+    gained = program.gained(before)
+    assert program.figures()["num_requests_running"] == 0 and gained["hits_total"] > 0
+    assert gained["time_to_first_token_seconds_count"] == 1
+    assert 50 < gained["time_per_output_token_seconds_count"] < 200 and gained["time_per_output_token_seconds_sum"] > 0
 
 
 @pytest.fixture
@@ -114,11 +104,11 @@ def test_the_next_turn_of_a_chat_is_not_read_again(program, plain):
     """Whole or streamed, with one choice or several, and in a chat; `usage` and the figures say how much was known."""
     text = "def walk(folder, names):\n    for name in names:\n        yield folder, name\n\n\n" * 4
     first = program.complete(text, 8)
-    before, text = program.figures()["prefix_cache_hits_total"], text + first.choices[0].text
+    before, text = program.figures(), text + first.choices[0].text
     second = program.complete(text, 8)
     known = second.usage.prompt_tokens_details.cached_tokens
     assert 0.9 * first.usage.prompt_tokens < known < second.usage.prompt_tokens
-    assert program.figures()["prefix_cache_hits_total"] == before + known
+    assert program.gained(before)["prefix_cache_hits_total"] == known
     assert second.choices[0].text == plain(text, 8)
     several = program.complete(text, 8, n=2, temperature=1.0, seed=3)
     chunks = list(program.complete(text, 8, n=2, temperature=1.0, seed=3, stream=True))
@@ -131,9 +121,9 @@ def test_the_next_turn_of_a_chat_is_not_read_again(program, plain):
 
 
 def test_an_answer_of_more_choices_than_may_wait_is_refused_as_well(server, one_place):
-    before = server.figures()["refused"]
+    before = server.figures()
     assert is_told_to_come_again(server, PROMPT, LONG // 80, n=4, temperature=1.0)
-    assert server.figures()["refused"] == before + 1
+    assert server.gained(before)["refused"] == 1
     while any(server.figures()[f"num_requests_{state}"] for state in ("running", "waiting")):
         time.sleep(0.005)
     assert server.complete("abc", 5).choices  # the rows that had joined are gone

@@ -1,32 +1,23 @@
 """A text of the server ends before its stop string, as OpenAI's does, whole and streamed."""
 
-from types import SimpleNamespace
-
-import openai
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_ssd.serving.parameters import ChatRequest
-from hf_ssd.serving.rows import Choice, Row, StopCriteria
-from hf_ssd.serving.stops import Cut
+from hf_ssd.serving.rows import Cut, Row, StopCriteria
 
 from ..helpers import vocabularies
-from ..helpers.servers import PROMPT
+from ..helpers.servers import PROMPT, said
 from ..helpers.suites import slowly
 
 COUNT = 40
 
 
-def answer(server, ask: str, is_streamed: bool, **options) -> tuple[list[str], str, int]:
-    """Returns the texts of an answer, why it ended, and how many tokens it had."""
-    found = getattr(server, ask)(PROMPT, options.pop("tokens", COUNT), stream=is_streamed or openai.omit, **options)
-    chunks = list(found) if is_streamed else [found]
-    choices = [chunk.choices[0] for chunk in chunks]
-    texts = [one.text if ask == "complete" else (one.delta if is_streamed else one.message).content for one in choices]
-    assert [one.finish_reason for one in choices[:-1]] == [None] * (len(choices) - 1)
-    return [text for text in texts if text], choices[-1].finish_reason, chunks[-1].usage.completion_tokens
+def answer(server, ask: str, is_streamed: bool, tokens: int = COUNT, **options) -> tuple[str, str, int]:
+    """Returns the text of an answer, why it ended, and how many tokens it had."""
+    chunks = server.chunks(ask, PROMPT, tokens, is_streamed, **options)
+    (choice,) = said(chunks)
+    return choice.text, choice.reason, chunks[-1].usage.completion_tokens
 
 
 @pytest.fixture
@@ -47,21 +38,18 @@ def test_a_text_ends_before_its_stop_string(server, texts, ask, is_streamed):
         first = text.index(stop)
         needed = 1 + next(i for i, begun in enumerate(texts) if stop in begun)
         for stops in (stop, ["no such", stop, text[:3] + "never"]):
-            found, reason, count = answer(server, ask, is_streamed, stop=stops)
-            assert ("".join(found), reason, count) == (text[:first], "stop", needed)
-    after = server.figures()
-    tokens, rounds = (after[name] - before[name] for name in ("tokens_total", "rounds_total"))
-    tokens, rounds = tokens - 18, rounds - 18  # the first round of each answer has nothing to verify yet
-    assert rounds < 0.75 * tokens and after["hits_total"] > before["hits_total"], "a round brings several tokens"
+            assert answer(server, ask, is_streamed, stop=stops) == (text[:first], "stop", needed)
+    gained = server.gained(before)
+    tokens, rounds = gained["tokens_total"] - 18, gained["rounds_total"] - 18  # the first rounds have nothing to verify
+    assert rounds < 0.75 * tokens and gained["hits_total"] > 0, "a round brings several tokens"
 
 
 @pytest.mark.parametrize("ask", ["complete", "chat"])
 def test_the_beginning_of_a_stop_string_that_goes_on_otherwise_is_sent(server, texts, ask):
     text = texts[-1]
     stops = [text[10:13] + "never", text[-3:] + "never"]
-    found, reason, count = answer(server, ask, True, stop=stops)
-    assert "".join(found) == text and reason == "length" and count == COUNT
-    assert answer(server, ask, False, stop=stops) == ([text], "length", COUNT)
+    for is_streamed in (False, True):
+        assert answer(server, ask, is_streamed, stop=stops) == (text, "length", COUNT)
 
 
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
@@ -70,8 +58,8 @@ def test_special_tokens_are_stop_strings_by_name_and_hide_none(server, texts, is
     special = next(i for i in range(1, COUNT) if texts[i] == texts[i - 1])
     text, after = texts[special], texts[special + 1]
     for stop, expected, needed in [("<s>", text, special + 1), (after[len(text) - 1 :], text[:-1], special + 2)]:
-        found, reason, count = answer(server, "complete", is_streamed, stop=stop, tokens=2 * COUNT)
-        assert ("".join(found), reason, count) == (expected, "stop", needed)
+        found = answer(server, "complete", is_streamed, stop=stop, tokens=2 * COUNT)
+        assert found == (expected, "stop", needed)
 
 
 def test_a_stop_string_that_begins_in_the_prompt_ends_nothing(server, texts):
@@ -79,52 +67,17 @@ def test_a_stop_string_that_begins_in_the_prompt_ends_nothing(server, texts):
     assert stop not in texts[-1] and answer(server, "complete", False, stop=stop)[1] == "length"
 
 
-STOPS = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3)
-
-
-def sent(pieces: list[tuple[str, str]], stops: list[str], is_streamed: bool) -> list[tuple[str, str]]:
-    """Returns what a choice whose tokens are these texts of fields gives a handler, each after the name of its type."""
-
-    def read(text: str) -> list[dict]:
-        return [{"type": "region_chunk", "field": field, "text": text, "dirty": False} for field, text in [now[0]]]
-
-    def step(_, token: int) -> str:
-        now[:] = [pieces[token]]
-        return pieces[token][1]
-
-    now: list[tuple[str, str]] = []
-    loop = SimpleNamespace(call_soon_threadsafe=lambda put, item: put(item))
-    parser = SimpleNamespace(initial_events=[], feed=read, finalize=list, is_raw=False)
-    message = {"role": "user", "content": ""}
-    asked = ChatRequest.model_validate({"messages": [message], "stop": stops, "stream": is_streamed})
-    choice = Choice(loop, SimpleNamespace(decode=lambda *_, **__: ""), asked, parser)
-    choice.decoder = SimpleNamespace(step=step)
-    for token in range(len(pieces)):
-        choice.put(torch.tensor([token]))
-    choice.end()
-    items = [choice.queue.get_nowait() for _ in range(choice.queue.qsize())]
-    assert items.pop() is None and len(choice.marks) == len(items)
-    return [(type(item).__name__, item) for item in items]
-
-
 @settings(max_examples=200)
-@given(st.lists(st.text("abc", min_size=1, max_size=3), max_size=8), STOPS)
-def test_streamed_and_whole_answers_agree_however_the_text_is_cut_into_tokens(pieces, stops):
+@given(
+    st.lists(st.text("abc", min_size=1, max_size=3), max_size=8),
+    st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
+)
+def test_a_text_is_cut_before_its_stop_string_however_it_is_cut_into_tokens(pieces, stops):
     texts = ["".join(pieces[:count]) for count in range(len(pieces) + 1)]
     text = next((text for text in texts if any(stop in text for stop in stops)), texts[-1])  # it ends when one is there
-    expected = text[: min([text.index(stop) for stop in stops if stop in text], default=len(text))]
-    streamed = [piece for _, piece in sent([("content", piece) for piece in pieces], stops, True)]
-    whole = [piece for _, piece in sent([("content", piece) for piece in pieces], stops, False)]
-    assert "".join(streamed) == expected and whole == [expected] * bool(expected)
-
-
-@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
-def test_reasoning_ends_before_a_stop_string_and_is_sent_before_the_content(is_streamed):
-    pieces = [("thinking", "think"), ("thinking", "a"), ("content", "b"), ("content", "c")]
-    found = sent(pieces, ["ab"], is_streamed)
-    expected = [("ReasoningText", "think"), ("ReasoningText", "a"), ("str", "b"), ("str", "c")]
-    assert found == (expected if is_streamed else [("ReasoningText", "thinka"), ("str", "bc")])
-    assert sent(pieces, ["nka"], is_streamed) == [("ReasoningText", "thi")]
+    cut = Cut(stops)
+    found = "".join(map(cut.add, pieces)) + cut.release()
+    assert found == text[: min([text.index(stop) for stop in stops if stop in text], default=len(text))]
 
 
 @pytest.mark.parametrize("kind", vocabularies.KINDS)

@@ -54,13 +54,10 @@ def valid(text: str, schema: dict = SCHEMA) -> dict:
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_an_answer_follows_its_schema_whole_and_streamed(server, temperature):
     before, asked = server.figures(), {"response_format": FORMAT, "temperature": temperature, "seed": 4}
-    whole = server.chat("import os", 150, **asked).choices[0]
-    streamed = [chunk.choices[0] for chunk in server.chat("import os", 150, **asked, stream=True)]
-    assert "".join(chunk.delta.content or "" for chunk in streamed) == whole.message.content
-    assert whole.finish_reason == streamed[-1].finish_reason == "stop" and valid(whole.message.content)
-    figures = server.figures()
-    assert temperature or figures["hits_total"] > before["hits_total"]
-    assert figures["tokens_total"] - before["tokens_total"] > figures["rounds_total"] - before["rounds_total"] + 4
+    whole, streamed = server.whole_and_streamed("chat", "import os", 150, **asked)
+    assert whole == streamed and whole[0].reason == "stop" and valid(whole[0].text)
+    gained = server.gained(before)
+    assert gained["tokens_total"] > gained["rounds_total"] + 4 and (temperature or gained["hits_total"] > 0)
 
 
 def test_each_of_several_choices_follows_the_schema(server):

@@ -1,36 +1,27 @@
-"""What clients of the server do: they ask for what it cannot do, leave, send seeds, long prompts and broken bodies."""
+"""What clients of the server do: they send seeds, long prompts and broken bodies, leave, and call it by other names."""
 
 import contextlib
 import functools
 import http.client
 import json
 import re
+import shutil
 import socket
 import threading
-import typing
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import openai
 import pytest
 import requests
 import torch
-from openai.types.chat.completion_create_params import CompletionCreateParamsStreaming as ChatParameters
-from openai.types.completion_create_params import CompletionCreateParamsStreaming as CompletionParameters
-from openai.types.responses.response_create_params import ResponseCreateParamsStreaming as ResponseParameters
 
-from hf_ssd.serving import gate, parameters
+from hf_ssd.serving import gate
 from hf_ssd.serving.server import hosts
 
 from ..helpers.channels import both
-from ..helpers.servers import CHAT, COMPLETIONS, LONG, PROMPT, REQUESTS, RESPONSES, ServerThread, within
+from ..helpers.servers import CHAT, COMPLETIONS, LONG, PROMPT, REQUESTS, RESPONSES, ServerThread, said, within
 from ..helpers.suites import slowly
-
-KINDS = {CHAT: parameters.ChatRequest, COMPLETIONS: parameters.CompletionRequest, RESPONSES: parameters.ResponseRequest}
-
-
-def names_of(kind: type[parameters.Parameters]) -> set[str]:
-    return {*kind.model_fields, *kind.refused, *kind.no_effect}
+from ..helpers.tiny import tiny_model
 
 
 def refused(server, path: str, body: dict | bytes, **headers) -> tuple[int, str]:
@@ -48,8 +39,7 @@ def refused(server, path: str, body: dict | bytes, **headers) -> tuple[int, str]
 @pytest.mark.parametrize("ask", ["chat", slowly("complete")])
 def test_a_positive_temperature_samples(server, ask):
     def text(**options) -> str:
-        answer = getattr(server, ask)(PROMPT, 12, **options).choices[0]
-        return answer.text if ask == "complete" else answer.message.content
+        return said(server.chunks(ask, PROMPT, 12, False, **options))[0].text
 
     greedy = text(temperature=0)
     assert len({text(temperature=1.5) for _ in range(4)}) > 1
@@ -71,24 +61,7 @@ def test_requests_with_one_seed_give_one_text_although_others_are_between(server
     assert torch.equal(torch.get_rng_state(), state), "a seed moved on the generator of the others"
 
 
-# ---------------------------------------------------------------- numbers of tokens, and clients that leave
-
-
-@pytest.mark.parametrize(
-    "path, name",
-    [
-        (COMPLETIONS, "max_tokens"),
-        (CHAT, "max_tokens"),
-        (CHAT, "max_completion_tokens"),
-        (RESPONSES, "max_output_tokens"),
-    ],
-)
-def test_no_tokens_are_refused(server, path, name):
-    for count in (0, -1):
-        assert refused(server, path, {name: count}) == (400, f"`{name}`: Input should be greater than or equal to 1.")
-        settings = {"max_tokens": None, "generation_config": json.dumps({"max_new_tokens": count})}
-        status, sentence = refused(server, COMPLETIONS, settings)
-        assert status == 400 and "`max_new_tokens` must be greater than 0" in sentence
+# ---------------------------------------------------------------- clients that leave
 
 
 @pytest.mark.parametrize("path", REQUESTS)
@@ -102,109 +75,18 @@ def test_a_client_that_leaves_ends_its_call_and_what_waits_is_dropped(server, pa
     for _ in range(3):
         connections.append(http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=60))
         connections[-1].request("POST", path, body, {"content-type": "application/json"})
-    assert within(30, lambda: server.figures()["tokens_total"] > before["tokens_total"] + 10)
+    assert within(30, lambda: server.gained(before)["tokens_total"] > 10)
     for connection in connections:
         if stream:
             connection.sock.shutdown(socket.SHUT_RDWR)
         connection.close()
     assert server.complete(PROMPT, 3).usage.completion_tokens == 3
-    assert within(10, lambda: server.figures()["cancelled"] - before["cancelled"] == 3)
-    after = server.figures()
-    assert after["finished"] - before["finished"] == 1
-    assert after["tokens_total"] - before["tokens_total"] < LONG / 2
+    assert within(10, lambda: server.gained(before)["cancelled"] == 3)
+    gained = server.gained(before)
+    assert gained["finished"] == 1 and gained["tokens_total"] < LONG / 2
 
 
-# ---------------------------------------------------------------- parameters
-
-WRONG = [5, -1, 1.5, True, "text", "", [], ["text"], [5], {}, {"a": 1}, {"type": "text"}]
-IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
-INPUT_IMAGE = {"type": "input_image", "image_url": "data:,"}
-NOT_DONE = [
-    (CHAT, {"logprobs": False, "top_logprobs": 3}, "`top_logprobs` needs `logprobs` to be true."),
-    (CHAT, {"logprobs": True, "top_logprobs": 21}, "`top_logprobs`: Input should be less than or equal to 20."),
-    (COMPLETIONS, {"logprobs": 6}, "`logprobs`: Input should be less than or equal to 5."),
-    (COMPLETIONS, {"n": 9}, "`n`: Input should be less than or equal to 8."),
-    (CHAT, {"n": 0}, "`n`: Input should be greater than or equal to 1."),
-    (CHAT, {"echo": True}, "Unknown parameter: `echo`. Settings of transformers can stand in `generation_config`."),
-    (COMPLETIONS, {"suffix": "end"}, "`suffix` is not supported."),
-    (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
-    (CHAT, {"tool_choice": "required"}, "tool_choice"),
-    (CHAT, {"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
-    (CHAT, {"presence_penalty": 2.5}, "presence_penalty"),
-    (CHAT, {"stop": ""}, "stop"),
-    (COMPLETIONS, {"prompt": [1, "a"]}, "prompt"),
-    (COMPLETIONS, {"logit_bias": {"97": 1}}, "logit_bias"),
-    (COMPLETIONS, {"temperature": -1}, "temperature"),
-    (COMPLETIONS, {"temperature": 2.5}, "temperature"),
-    (COMPLETIONS, {"top_p": 2}, "top_p"),
-    (COMPLETIONS, {"seed": 2**64}, "seed"),
-    (COMPLETIONS, {"colour": "red"}, "colour"),
-    (COMPLETIONS, {"generation_config": '{"return_dict_in_generate": true}'}, "return_dict_in_generate"),
-    (CHAT, {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template"),
-    (CHAT, {"messages": IMAGE}, "image_url"),
-    (RESPONSES, {"input": [{"role": "user", "content": [INPUT_IMAGE]}]}, "input_image"),
-    (RESPONSES, {"input": [INPUT_IMAGE]}, "input_image"),
-    (RESPONSES, {"text": {"format": {"type": "json_object"}}}, "text"),
-    *((path, {name: "5"}, name) for path, kind in KINDS.items() for name in kind.refused),
-]
-
-
-@pytest.mark.parametrize("path, request_, words", NOT_DONE, ids=lambda x: x if isinstance(x, str) else "")
-def test_what_is_not_done_is_refused_by_its_name(server, path, request_, words):
-    sentence = server.refusal(path, **request_)
-    assert sentence == words if words.endswith(".") else words in sentence
-
-
-@pytest.mark.parametrize(
-    "path, request_",
-    [
-        (CHAT, {"stop": [], "n": 1, "logprobs": False, "tool_choice": "auto", "response_format": {"type": "text"}}),
-        (CHAT, {"presence_penalty": 0.0, "user": "me", "metadata": {"a": "b"}, "store": False, "seed": None}),
-        (CHAT, {"tool_choice": "none", "tools": [{"type": "function", "function": {"name": "f"}}]}),
-        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "abc"}]}]}),
-        (COMPLETIONS, {"stop": None, "n": 1, "best_of": 1, "echo": False, "logprobs": None, "frequency_penalty": 0}),
-        (COMPLETIONS, {"stop": [], "seed": 2**64 - 1}),
-        (RESPONSES, {"stream": False, "text": {"format": {"type": "text"}}, "include": [], "store": False}),
-    ],
-)
-def test_what_asks_for_nothing_is_taken(server, path, request_):
-    status, answer = server.request(path, **request_)
-    assert status == 200, answer
-
-
-@pytest.mark.parametrize("ask", ["complete", "chat"])
-def test_a_logit_bias_of_whole_numbers_decides(server, ask):
-    answer = getattr(server, ask)(PROMPT, 5, logit_bias={"5": 100}).choices[0]
-    text = answer.text if ask == "complete" else answer.message.content
-    assert text == server.processor.decode([5] * 5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("share", [5, slowly(1)])
-@pytest.mark.parametrize("path", REQUESTS)
-def test_values_of_another_kind_are_refused_in_openais_form(server, path, share):
-    """Each parameter gets each of some values, or a share of them: it is served, or refused with 400."""
-    fields, statuses = names_of(KINDS[path]), set()
-    deeper = lambda value: [  # noqa: E731  places that templates read
-        {"messages": [{"role": value, "content": value}]},
-        {"messages": [{"role": "user", "content": "a", "tool_calls": value, "tool_call_id": value}]},
-        {"messages": [{"role": "user", "content": [value]}], "tools": [value]},
-        {"input": [value], "instructions": value, "tools": [{"type": "function", "parameters": value}]},
-        {"input": [{"role": value, "content": value}]},
-        {"input": [{"type": "function_call_output", "output": value}]},
-        {"generation_config": json.dumps({"max_new_tokens": value})},
-        {"generation_config": json.dumps({"top_k": value, "max_new_tokens": 1, "do_sample": True})},
-    ]
-    for number, value in enumerate(WRONG):
-        for place, body in enumerate([*({name: value} for name in sorted(fields)), *deeper(value)]):
-            if (number + place) % share or body == {"stream": True} or not body.keys() <= fields:
-                continue
-            status, answer = server.request(path, **{"stream": False, **body})
-            statuses.add(status)
-            assert status in (200, 400), (body, answer)
-            if status == 400:
-                assert answer["error"]["type"] == "invalid_request_error" and answer["error"]["message"], answer
-    assert statuses == {200, 400}
+# ---------------------------------------------------------------- errors, long prompts, broken bodies, other hosts
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, ValueError])
@@ -227,43 +109,11 @@ def test_an_error_once_the_answer_has_begun_is_the_servers_and_reaches_openais_c
     assert written.count('"server_error"') == 1, "the error of several choices is said once"
 
 
-def table() -> str:
-    """Returns the parameters of the three addresses as a table in Markdown."""
-    kinds, lines = KINDS.values(), ["| parameter | chat | completions | responses | values |", "|" + " --- |" * 5]
-    for name in sorted({name for kind in kinds for name in names_of(kind)}):
-        groups = [{"done": kind.model_fields, "no effect": kind.no_effect, "refused": kind.refused} for kind in kinds]
-        cells = [next((how for how, names in group.items() if name in names), "") for group in groups]
-        about = [kind.model_fields[name].description for kind in kinds if name in kind.model_fields]
-        about += ["concerns no answer of this server"] if "no effect" in cells else []
-        refused = [kind.refused[name] for kind in kinds if kind.refused.get(name) is not None]
-        about += [f"taken as `{json.dumps(nothing)}`" for nothing in refused]
-        lines.append(f"| `{name}` | {' | '.join(cells)} | {(about or [''])[0]} |")
-    return "\n".join(lines) + "\n"
-
-
-def test_the_document_has_the_table_of_parameters():
-    assert table() in (Path(__file__).parents[2] / "docs" / "serving.md").read_text(), table()
-
-
-def test_the_table_names_every_parameter_of_openais_and_no_other():
-    theirs = {CHAT: ChatParameters, COMPLETIONS: CompletionParameters, RESPONSES: ResponseParameters}
-    of_transformers = {"generation_config", "chat_template_kwargs", "seed", "stream", "stream_options"}
-    for path, kind in KINDS.items():
-        names = set(typing.get_type_hints(theirs[path]))
-        assert names_of(kind) >= names, "a parameter of OpenAI's is neither done nor refused"
-        assert names_of(kind) <= names | of_transformers
-
-
-# ---------------------------------------------------------------- long prompts, broken bodies, other hosts
-
-
 @pytest.fixture
 def short(tiny_folder, assistant, tmp_path):
     """A server whose model has 256 positions."""
-    for file in Path(tiny_folder).iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 256}))
+    shutil.copytree(tiny_folder, tmp_path, dirs_exist_ok=True)
+    tiny_model(max_position_embeddings=256).save_pretrained(tmp_path)
     with ServerThread(str(tmp_path), assistant) as server:
         yield server
 
