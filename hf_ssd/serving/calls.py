@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
-from transformers.cli.serving.utils import InferenceThread, _GenerationCancelled
+from transformers.cli.serving.utils import _GenerationCancelled
 from transformers.generation.streamers import BaseStreamer
 
 from ..generation.continuous import BatchIsFull, ContinuousBatching
@@ -32,7 +32,7 @@ from .parameters import Parameters
 from .penalties import Penalties
 from .rows import Choice, Row, StopCriteria
 
-END_TIMEOUT = 10.0  # seconds for a running call to reach its next round
+END_TIMEOUT = 10  # seconds for a running call to reach its next round
 POLL = 0.1  # seconds between two looks whether a client has left or the server is to end
 MOST_WAITING = 256  # threads that wait for answers; further requests wait for a thread
 logger = logging.getLogger(__name__)
@@ -50,10 +50,9 @@ class Call:
     prompts: list[list[int] | None] = field(default_factory=list)  # tokens of each, `None` for a chat
     prompt: list[int] | None = None  # of these, which takes the place of the tokens that transformers' handler makes
     has_left: threading.Event = field(default_factory=threading.Event)  # set when nobody waits for its answer any more
-    is_prepared: bool = False  # whether its prompt is tokenized
     last_token_at: float | None = None  # `None`: no token of its answer was generated
     error: Exception | None = None  # raised by its generation
-    choices: list[Choice] = field(default_factory=list)  # of the answer to the prompt
+    choices: list[Choice] = field(default_factory=list)  # of the answer to the prompt, once this is tokenized
     rows: list[Row] = field(default_factory=list)  # of `generate()`: for each choice, or for all
     of_prompt: list[Entry] = field(default_factory=list)  # its log-probabilities
     cached: int = 0  # tokens of its prompts that were not read again
@@ -64,7 +63,7 @@ class Call:
     asked_at: float = field(default_factory=time.perf_counter)
 
     def begin(self, number: int) -> None:
-        self.prompt, self.is_prepared, self.last_token_at = self.prompts[number], False, None
+        self.prompt, self.last_token_at = self.prompts[number], None
         self.choices, self.rows, self.of_prompt = [], [], []
 
     def row(self, choice: int) -> Row:
@@ -72,7 +71,7 @@ class Call:
 
     def blamed(self, error: Exception) -> Exception:
         """Returns an error as the client is to see it: one of its own settings, or of the server once there is text."""
-        if isinstance(error, (LookupError, AttributeError)) and not self.is_prepared:
+        if isinstance(error, (LookupError, AttributeError)) and not self.choices:
             return Refusal(f"The request cannot be read: {error!r}.")
         has_begun = self.last_token_at is not None
         if self.parameters.generation_config is not None and not has_begun and isinstance(error, LookupError):
@@ -135,12 +134,11 @@ class CallRunner:
     def __init__(self, limits: Limits, totals: Totals, max_tokens: int | None, batch: ContinuousBatching | None):
         self.limits, self.totals, self.max_tokens, self.batch, self.are_over = limits, totals, max_tokens, batch, False
         self.counting, self.without_draft = threading.Lock(), threading.Lock()
-        if batch is None:
-            self.submit = InferenceThread().submit
-            return
-        self.submit = ThreadPoolExecutor(MOST_WAITING, "hf_ssd waits for answers").submit
-        batch.rows.on_round = totals.add_round
-        batch.start()
+        # Without a batch one thread generates: CUDA graphs belong to the thread that has captured them.
+        self.submit = ThreadPoolExecutor(1 if batch is None else MOST_WAITING, "hf_ssd waits for answers").submit
+        if batch is not None:
+            batch.rows.on_round = totals.add_round
+            batch.start()
 
     def others(self) -> int:
         """Returns how many rows are decoded beside a row."""
@@ -275,7 +273,7 @@ class CallRunner:
 
     def prepare(self, inputs: dict, gen_config: GenerationConfig, call: Call) -> None:
         """Puts the call's own prompt, settings and limits in place. Raises [`Refusal`] if the model cannot answer."""
-        call.is_prepared, call.last_token_at, limits = True, None, self.limits
+        limits = self.limits
         if call.prompt is not None:
             inputs.clear()
             inputs["input_ids"] = torch.tensor([call.prompt], device=limits.model.device)

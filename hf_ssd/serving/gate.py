@@ -20,7 +20,7 @@ class Gate:
 
     # A page can let its own host name point to this machine, and a browser lets any page send a request here, even if
     # the browser does not let the page read the answer.
-    def __init__(self, app: ASGIApp, hosts: list[str], origins: bool = False, key: str | None = None):
+    def __init__(self, app: ASGIApp, hosts: list[str], origins: bool, key: str | None):
         self.app, self.hosts, self.origins = app, [host.lower() for host in hosts], origins
         self.token = key and f"Bearer {key}".encode()
 

@@ -15,9 +15,9 @@ BOUNDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 
 FINISHED, CANCELLED, REFUSED, FAILED = ENDS = ("finished", "cancelled", "refused", "failed")
 
 
-def counter(about: str, start=0):
+def counter(about: str):
     """Returns a field of [`Totals`] that Prometheus can read, with its description."""
-    return field(default=start, metadata={"about": about})
+    return field(default=0, metadata={"about": about})
 
 
 def histogram(name: str, about: str):
@@ -41,8 +41,8 @@ class Totals:
     hits: int = counter("Speculations that had been prepared when their outcome came")
     nodes: int = counter("Nodes of token trees that were verified")
     siblings: int = counter("Siblings of drafted tokens that were accepted")
-    verify_seconds: float = counter("Seconds that the target spent verifying", 0.0)
-    wait_seconds: float = counter("Seconds that the target waited for the draft", 0.0)
+    verify_seconds: float = counter("Seconds that the target spent verifying")
+    wait_seconds: float = counter("Seconds that the target waited for the draft")
 
     def add_round(self, stats: SSDStats) -> None:
         """Adds the last round of a call."""
@@ -76,7 +76,7 @@ RATIOS = {
 class Metrics(Collector):
     """Gives [`Totals`] and the state of the draft to Prometheus."""
 
-    def __init__(self, assistant: DraftAssistant | None, batch: ContinuousBatching | None = None):
+    def __init__(self, assistant: DraftAssistant | None, batch: ContinuousBatching | None):
         self.assistant, self.totals, self.batch = assistant, Totals(), batch
 
     def collect(self) -> Iterator[Metric]:

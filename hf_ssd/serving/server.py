@@ -86,7 +86,7 @@ class Server(Serve):
         app.add_middleware(RequestLog, on_request)
         if enable_cors:
             app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
-        level, patience = logging.get_verbosity(), GRACE + int(END_TIMEOUT)
+        level, patience = logging.get_verbosity(), GRACE + END_TIMEOUT
         options = {"log_level": level, "access_log": False, "timeout_graceful_shutdown": patience}
         warming = functools.partial(warm_up, calls, assistant)
         self.server = Uvicorn(uvicorn.Config(app, config.host, config.port, **options), calls, warming, on_listening)
