@@ -64,7 +64,7 @@ class StandInGPU(TorchFunctionMode):
 
     def __init__(self):
         super().__init__()
-        self.visits: list[tuple[str, Counter[Wait]]] = []  # each phase that was told to begin, and the waits in it
+        self.visits: list[tuple[str, Counter[str]]] = []  # each phase that was told to begin, and the waits in it
         self.operations = 0  # that the device was asked for
         self.coming: list[tuple[Tensor, Tensor]] = []  # copies to the host that have not arrived, with their source
         self.begin("")
