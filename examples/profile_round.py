@@ -19,10 +19,10 @@ from hf_ssd.cli.bench import cores_for
 from hf_ssd.cli.methods import synchronize
 from hf_ssd.cli.options import core_numbers
 from hf_ssd.distributed.cores import use_cores
-from hf_ssd.distributed.sessions import SessionRequest
 from hf_ssd.drafting.draft_info import DraftInfo
 from hf_ssd.drafting.drafters import drafter_kind
 from hf_ssd.drafting.drafts import Drafts
+from hf_ssd.drafting.request import SessionRequest
 from hf_ssd.rounds import AHEAD, Outcome, Plan
 
 REPEATS = 20

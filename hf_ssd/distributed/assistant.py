@@ -13,8 +13,10 @@ from transformers.utils import logging
 
 from .. import devices
 from ..drafting.draft_info import DraftInfo
+from ..drafting.request import SessionRequest
 from .cores import CoreShare
-from .sessions import DraftError, DraftSession, SessionRequest, WorkerSession, raised_as
+from .requests import raised_as
+from .sessions import DraftError, DraftSession, WorkerSession
 from .several_drafts import SeveralDrafts
 from .target_ranks import TargetRanks
 from .weights import SharedWeights

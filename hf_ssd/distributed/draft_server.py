@@ -11,13 +11,14 @@ from transformers import GenerationConfig, PreTrainedModel
 from ..cache.kept_prefixes import KeptPrefixes
 from ..drafting.draft_info import DraftInfo
 from ..drafting.drafts import Drafts
+from ..drafting.request import SessionRequest
 from ..drafting.speculator import Speculator
 from ..drafting.verified_prefix import VerifiedPrefix
 from ..drafting.vocabulary import Translation
 from ..rounds import IN_TURN, Plan, Speculation
 from . import wire
 from .cores import DraftCores
-from .sessions import SessionRequest, read_options
+from .requests import read_options, read_request
 from .transport import AWAKE, Channel, PeerLost
 from .weights import copy_shared_weights
 from .wire import Kind, Message
@@ -91,16 +92,22 @@ class DraftServer:
             return self._start(message)
         call = self.calls.get(message.session)
         if call is None:
-            return None  # it has failed or was interrupted
-        if message.kind == Kind.END:
-            return self._end(call)
-        wire.expect(message, message.kind, call.number, call.round)
-        steps = {Kind.JOIN: self._join, Kind.OUTCOME: self._answer, Kind.SPECULATION: self._take_proposals}
-        return steps[message.kind](call, message)
+            return  # it has failed or was interrupted
+        if message.kind != Kind.END:
+            wire.expect(message, message.kind, call.number, call.round)
+        match message.kind:
+            case Kind.JOIN:
+                self._join(call, message)
+            case Kind.OUTCOME:
+                self._answer(call, message)
+            case Kind.SPECULATION:
+                self._take_proposals(call, message)
+            case Kind.END:
+                self._end(call)
 
     def _start(self, message: Message) -> None:
         own = self.model.config.get_text_config(decoder=True).vocab_size
-        request = SessionRequest.from_dict(message.payload, self.translation, own)
+        request = read_request(message.payload, self.translation, own)
         self.translation = request.translation or self.translation
         self._make_room(len(request.prompts), request.vocab_size, request.generation_config)
         if request.weights_version != self.weights_version:

@@ -1,128 +1,26 @@
 """The draft as the target sees it, for the length of one generate() call."""
 
 import contextlib
-import dataclasses
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from ..cache.kept_prefixes import AUTO, KeptPrefixes
-from ..config import SSDConfig
 from ..drafting.drafts import Drafts
-from ..drafting.vocabulary import Translation
-from ..rounds import AHEAD, IN_TURN, RANDOM, Outcome, Plan, RoundRecord, Speculation
+from ..drafting.request import SessionRequest
+from ..rounds import IN_TURN, Outcome, Plan, RoundRecord, Speculation
 from . import wire
+from .requests import raised_as, settings_of
 from .transport import AWAKE, PeerLost
-from .wire import PLAN, Field, Kind, Message, ProtocolError
+from .wire import Kind, Message, ProtocolError
 
-# Settings that do not affect proposals; some of them are objects.
-NOT_FOR_THE_DRAFT = ("compile_config", "cache_config", "watermarking_config", "continuous_batching_config")
-KEPT = "kept"  # a translation that the worker has from an earlier call
-MOST_WORKERS, MOST_TOKENS = 1024, 2**22
 RAISED = "The draft raised"
 
 
 class DraftError(RuntimeError):
     """The draft worker died, hung, raised, or sent something that makes no sense."""
-
-
-@contextlib.contextmanager
-def raised_as(kind: type[Exception], what: str):
-    """Raises any exception as one of this kind: a model, and transformers that reads a damaged value, may raise any."""
-    try:
-        yield
-    except Exception as error:
-        raise kind(f"{what} {type(error).__name__}: {error}") from error
-
-
-def integer(*limits: int, read=int, **options):
-    """Returns a field of [`SessionRequest`] that travels as an integer within these limits."""
-    return field(metadata={"wire": Field(*limits, read=read)}, **options)
-
-
-@dataclass
-class SessionRequest:
-    """The part of a generate() call that the draft needs to know. The last three fields are not sent."""
-
-    config: SSDConfig
-    generation_config: GenerationConfig  # the one that transformers prepared, `max_length` included
-    prompts: list[torch.LongTensor]  # without padding
-    seed: int = integer(0, 2**31 - 1)
-    vocab_size: int = integer(1, MOST_TOKENS)
-    translation: Translation | None = None  # from the target's tokens to the draft's, if their tokenizers differ
-    plan: Plan = Plan(AHEAD, 1, 1, 1)  # until the first outcome arrives
-    worker_index: int = integer(0, MOST_WORKERS - 1, default=0)
-    num_workers: int = integer(1, MOST_WORKERS, default=1)
-    prompt_length: int | None = integer(default=None)  # of the longest prompt, without tokens from before the draft
-    weights_version: int = integer(default=0)  # the worker drops keys and values that it computed with another one
-    has_half: bool = integer(0, 1, read=bool, default=False)  # whether the draft has half of the CPU cores
-    keep_prefixes: int = integer(AUTO, default=0)  # bytes of texts that the draft keeps in running batches
-    head: object = None  # a fallback that reads hidden states of the target
-    kept: KeptPrefixes | None = None  # these texts, of a draft in this process
-    forced: Callable[[int, list[int]], list[int]] | None = None  # the tokens that must follow a row's new tokens
-
-    def __post_init__(self):
-        if self.prompt_length is None:
-            self.prompt_length = max(map(len, self.prompts))
-
-    def to_dict(self) -> dict:
-        """Returns everything as [`~wire.pack`] can send it, except a translation, which is `KEPT`."""
-        config = self.config
-        if not isinstance(config.fallback, str):  # all proposers in the target's process are one to the draft
-            config = dataclasses.replace(config, fallback=RANDOM)
-        return {
-            "ssd_config": config.to_dict(),
-            "generation_config": settings_of(self.generation_config),
-            "prompts": [prompt.tolist() for prompt in self.prompts],
-            "translation": None if self.translation is None else KEPT,
-            "plan": wire.write_fields(PLAN, self.plan),
-            "numbers": wire.write_fields(REQUEST, self),
-        }
-
-    @classmethod
-    def from_dict(cls, values: dict, translation: Translation | None, draft_size: int) -> "SessionRequest":
-        """Reads a call, or raises [`ProtocolError`]. It may mean the `translation` again that came last."""
-        with raised_as(ProtocolError, "a call cannot be read:"):
-            generation_config = read_options(values["generation_config"])
-            config = SSDConfig.from_dict(values["ssd_config"])
-            plan, numbers, new, prompts = (values[name] for name in ("plan", "numbers", "translation", "prompts"))
-            if new not in (None, KEPT):
-                translation = Translation.from_tensor(torch.tensor(new, dtype=torch.long), draft_size)
-        plan, numbers = wire.read_plan(plan), wire.read_fields(REQUEST, numbers, "a call")
-        vocab_size = numbers["vocab_size"]
-        if numbers["worker_index"] >= numbers["num_workers"]:
-            raise ProtocolError(f"a call cannot have {numbers}")
-        if new is None:
-            translation = None
-        elif translation is None or len(translation.pieces) != vocab_size:
-            raise ProtocolError(f"a call translates {vocab_size} tokens, and no such translation has come")
-        if type(prompts) is not list or not prompts or any(prompts) != all(prompts):  # rows that join later have none
-            raise ProtocolError(f"a call cannot have the prompts {prompts!r:.100}")
-        rows = wire.read_tokens(prompts, len(prompts), MOST_TOKENS, vocab_size)
-        prompts = [torch.tensor(row, dtype=torch.long) for row in rows]
-        return cls(config, generation_config, prompts, translation=translation, plan=plan, **numbers)
-
-
-REQUEST = {one.name: one.metadata["wire"] for one in dataclasses.fields(SessionRequest) if one.metadata}
-
-
-def settings_of(generation_config: GenerationConfig) -> dict:
-    """Returns the settings that affect proposals as JSON can hold them."""
-    # Values under names with an underscore are tensors that transformers derives anew on each side.
-    known = vars(GenerationConfig()).keys() - {*NOT_FOR_THE_DRAFT}  # attributes of the user's own can be anything
-    settings = {k: v for k, v in vars(generation_config).items() if k in known and not k.startswith("_")}
-    if isinstance(settings.get("sequence_bias"), dict):  # transformers also accepts pairs, which JSON can hold
-        settings["sequence_bias"] = [[list(tokens), bias] for tokens, bias in settings["sequence_bias"].items()]
-    return settings
-
-
-def read_options(settings: dict) -> GenerationConfig:
-    with raised_as(ProtocolError, "settings cannot be read:"):
-        return GenerationConfig.from_dict(settings)
 
 
 class DraftSession:

@@ -7,9 +7,10 @@ from collections.abc import Callable
 import torch
 from transformers.utils import logging
 
+from ..drafting.request import SessionRequest
 from ..drafting.speculator import answer_width
 from ..rounds import NOTHING, PREPARED, PRIMARY, Outcome, Plan, Speculation
-from .sessions import DraftError, DraftSession, SessionRequest, WorkerSession
+from .sessions import DraftError, DraftSession, WorkerSession
 
 logger = logging.get_logger(__name__)
 

@@ -4,6 +4,8 @@ import threading
 import time
 from collections import deque
 
+from ..drafting.request import SessionRequest
+from .requests import write_request
 from .transport import AWAKE, WAIT_SLICE, Channel, PeerLost
 from .wire import Kind, Message
 
@@ -30,11 +32,11 @@ class SharedChannel:
     def is_shared(self) -> bool:
         return len(self.inboxes) > 1
 
-    def start(self, number: int, request) -> None:
-        """Opens a session for a `SessionRequest`. [`~SharedChannel.leave`] must follow."""
+    def start(self, number: int, request: SessionRequest) -> None:
+        """Opens a session. [`~SharedChannel.leave`] must follow."""
         with self.changed:
             self.inboxes[number] = deque()
-        values, translation = request.to_dict(), request.translation
+        values, translation = write_request(request), request.translation
         with self.sending:  # a translation that is kept is that of the call before, in the order of arrival
             self.channel.make_room(len(request.prompts), request.vocab_size)
             if translation is not None and translation is not self.translation:
@@ -83,7 +85,7 @@ class SharedChannel:
                 raise
             finally:
                 with self.changed:
-                    self.receiver = None
+                    self.receiver = None if self.receiver == number else self.receiver
                     self.changed.notify_all()
 
     def leave(self, number: int, is_reusable: bool) -> None:

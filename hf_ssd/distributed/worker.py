@@ -19,9 +19,9 @@ from .. import devices
 from ..cache import packed
 from ..cache.support import MASKED_ATTENTION, last_position_limit
 from ..cache.trial import check_supported
+from ..drafting.compiling import compile_draft
 from ..drafting.draft_info import DraftInfo
 from ..gguf_files import gguf_place
-from .compiling import compile_draft
 from .cores import DraftCores
 from .draft_server import DraftServer
 from .meeting import join, prove

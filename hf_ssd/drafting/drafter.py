@@ -18,6 +18,7 @@ from ..rounds import Plan, Speculation, padded
 from . import siblings
 from .outcome_candidates import OutcomeCandidates
 from .recurrent_prefix import RecurrentPrefix
+from .request import SessionRequest
 from .sampling import DraftSampler
 from .verified_prefix import VerifiedPrefix
 
@@ -36,7 +37,7 @@ class Drafter(ABC):
     def __init__(
         self,
         model: PreTrainedModel,
-        request,  # a `SessionRequest`. The warpers and penalties of the target apply to proposals too
+        request: SessionRequest,  # whose warpers and penalties apply to proposals too
         earlier: VerifiedPrefix | None = None,  # of the previous call, whose cache is used if this call continues it
     ):
         options, self.device = request.generation_config, devices.of_model(model)

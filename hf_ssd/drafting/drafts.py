@@ -9,6 +9,7 @@ from ..rounds import BY_TARGET
 from .cache_shapes import CacheShape, shape_for
 from .draft_info import DraftInfo
 from .drafters import drafter_kind
+from .request import SessionRequest
 from .speculator import Speculator
 from .verified_prefix import VerifiedPrefix
 
@@ -22,12 +23,12 @@ def is_fixed(config: SSDConfig) -> bool:
     return config.lookahead == 0 or "auto" not in (config.lookahead, config.budget)
 
 
-def has_fallback(request) -> bool:
+def has_fallback(request: SessionRequest) -> bool:
     """Whether a fallback, not the draft, proposes after a miss, so that proposals depend on the prepared outcomes."""
     return not isinstance(request.config.fallback, str) or request.config.fallback in BY_TARGET
 
 
-def seed_of_call(request, seed: int, reads_target: bool) -> int:
+def seed_of_call(request: SessionRequest, seed: int, reads_target: bool) -> int:
     """
     Returns the seed of a call's noise: another seed in each call if proposals depend on earlier calls, so that values
     that were learned do not meet the noise again that they were learned with. Coupled tokens depend on no proposals.
@@ -44,7 +45,9 @@ class Drafts:
     def __init__(self):
         self.shapes: dict[tuple, CacheShape] = {}
 
-    def speculator(self, model: PreTrainedModel, request, earlier: VerifiedPrefix | None = None) -> Speculator:
+    def speculator(
+        self, model: PreTrainedModel, request: SessionRequest, earlier: VerifiedPrefix | None = None
+    ) -> Speculator:
         """Returns the speculator of a call, which may continue the `earlier` prefix of the last call."""
         config, generation = request.config, request.generation_config
         rule = (generation.temperature, config.verification, config.saguaro_c) if generation.do_sample else None

@@ -6,13 +6,14 @@ from ..cache.row_store import RowStore
 from ..devices import from_host
 from .autoregressive_drafter import AutoregressiveDrafter
 from .heads.base import Head
+from .request import SessionRequest
 from .verified_prefix import VerifiedPrefix
 
 
 class HeadPrefix(VerifiedPrefix):
     """The verified tokens as a head reads them: column `c` holds token `c + 1` and the state of the token before it."""
 
-    def __init__(self, model: Head, request, earlier=None):
+    def __init__(self, model: Head, request: SessionRequest, earlier=None):
         super().__init__(model, request, earlier)
         self.known = [0] * len(request.prompts)  # tokens of each row whose features have come
         self.shared = list(self.fed)  # first columns of each row that were fed in the previous call, with features

@@ -12,6 +12,7 @@ from ..logits_processing import needs_history, process_branches
 from ..noise import ACCEPTANCE, BONUS, DRAFTED, Noise, places
 from ..rounds import Plan
 from .cache_shapes import best_fan_out
+from .request import SessionRequest
 
 SCALED_BUDGET = 16  # replaces an automatic budget in Saguaro sampling, so that tokens do not depend on measured times
 
@@ -72,7 +73,7 @@ class DraftSampler:
     def __init__(
         self,
         model: PreTrainedModel,
-        request,  # of the call, a `SessionRequest`
+        request: SessionRequest,
         generation_config: GenerationConfig,
         prompt_length: int,
         seed: int,

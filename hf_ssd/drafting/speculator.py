@@ -27,6 +27,7 @@ from ..rounds import (
 from .cache_shapes import CANDIDATES, CacheShape
 from .drafter import Drafter
 from .outcome_candidates import UNUSED
+from .request import SessionRequest
 from .siblings import best
 from .speculation_cache import SpeculationCache
 
@@ -36,7 +37,7 @@ BETWEEN_LOOKS = 2e-5  # seconds
 class Speculator:
     """Drafts for a batch of rows, ahead of time ([`~Speculator.prepare`]) and just in time ([`~Speculator.answer`])."""
 
-    def __init__(self, drafter: Drafter, shape: CacheShape, request):
+    def __init__(self, drafter: Drafter, shape: CacheShape, request: SessionRequest):
         self.drafter, self.shape = drafter, shape
         self.limit = request.generation_config.max_length  # tokens that a row may have
         # The budgets of workers are added up, and each worker prepares its share of the outcomes.

@@ -15,6 +15,7 @@ from ..cache.row_store import RowStore
 from ..cache.support import last_position_limit
 from ..devices import from_host
 from ..rounds import Outcome, padded
+from .request import SessionRequest
 from .vocabulary import Vocabulary
 
 
@@ -27,7 +28,7 @@ class VerifiedPrefix:
     def __init__(
         self,
         model: PreTrainedModel,
-        request,  # a `SessionRequest`. Its prompts are empty for rows that join later
+        request: SessionRequest,
         earlier: "VerifiedPrefix | None" = None,  # of the previous call, whose cache is used if this call continues it
     ):
         self.device, own = devices.of_model(model), model.config.get_text_config(decoder=True).vocab_size

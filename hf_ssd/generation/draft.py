@@ -8,7 +8,8 @@ from transformers import GenerationConfig
 from transformers.utils import logging
 
 from ..cache.support import last_position_limit
-from ..distributed.sessions import DraftError, DraftSession, LocalSession, SessionRequest
+from ..distributed.sessions import DraftError, DraftSession, LocalSession
+from ..drafting.request import SessionRequest
 from ..planning.planner import Planner
 from ..rounds import AHEAD, IN_TURN, PLAIN, Outcome, Speculation
 from .proposers.proposers import Proposers

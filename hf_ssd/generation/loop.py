@@ -24,9 +24,9 @@ from ..devices import from_host
 from ..distributed.assistant import DraftAssistant
 from ..distributed.cores import TargetCores
 from ..distributed.launch import assistant_for
-from ..distributed.sessions import SessionRequest
 from ..distributed.target_ranks import TargetRanks
 from ..drafting.drafts import seed_of_call
+from ..drafting.request import SessionRequest
 from ..drafting.resolver import ResolvedDraft
 from ..drafting.vocabulary import Translation
 from ..planning.experience import CallKind

@@ -12,8 +12,8 @@ from hf_ssd.cache import compiled, ragged_layers
 from hf_ssd.cache.branches import Branches
 from hf_ssd.cache.passes import WINDOW_STEP, cached_model
 from hf_ssd.cache.ragged import RaggedCache
-from hf_ssd.distributed.sessions import SessionRequest
 from hf_ssd.drafting.drafts import Drafts
+from hf_ssd.drafting.request import SessionRequest
 from hf_ssd.planning.cost_model import CostModel
 from hf_ssd.rounds import AHEAD, Outcome, Plan
 

@@ -11,8 +11,9 @@ from transformers import GenerationConfig
 
 from hf_ssd import SSDConfig
 from hf_ssd.distributed import wire
-from hf_ssd.distributed.sessions import KEPT, SessionRequest
+from hf_ssd.distributed.requests import KEPT, read_request, write_request
 from hf_ssd.distributed.wire import FRAME_LENGTH, HEADER, Kind, Message, ProtocolError
+from hf_ssd.drafting.request import SessionRequest
 from hf_ssd.drafting.vocabulary import Translation
 from hf_ssd.rounds import AHEAD, NGRAM, Outcome, Plan, RoundRecord, Speculation
 
@@ -122,22 +123,22 @@ def request(**changes):
 
 def test_a_call_travels_with_its_prompts_and_a_translation_that_a_later_call_may_mean_again():
     translation = Translation([[1, 2]] + [[token] for token in range(7)], torch.tensor([False] + [True] * 7))
-    values = request(translation=translation, num_workers=2).to_dict()
+    values = write_request(request(translation=translation, num_workers=2))
     assert values["translation"] == KEPT
     values = through_the_wire(Message(Kind.START, payload={**values, "translation": translation.to_tensor()})).payload
-    read = SessionRequest.from_dict(values, None, draft_size=7)
+    read = read_request(values, None, draft_size=7)
     assert [prompt.tolist() for prompt in read.prompts] == [[3, 1], [4]]
     assert (read.seed, read.vocab_size, read.num_workers, read.prompt_length) == (5, 8, 2, 2)
     assert read.translation.pieces == translation.pieces and read.generation_config.max_length == 9
-    again = SessionRequest.from_dict({**values, "translation": KEPT}, read.translation, draft_size=7)
+    again = read_request({**values, "translation": KEPT}, read.translation, draft_size=7)
     assert again.translation is read.translation
-    assert SessionRequest.from_dict(request().to_dict(), read.translation, 7).translation is None
+    assert read_request(write_request(request()), read.translation, 7).translation is None
     for prompts in (None, [], [[1], []], [5], [["a"]], [[-1]], [[1], [8]]):
         with pytest.raises(ProtocolError):
-            SessionRequest.from_dict({**values, "prompts": prompts}, None, 7)
+            read_request({**values, "prompts": prompts}, None, 7)
     for changes, kept, size in (({"translation": KEPT}, None, 7), ({}, None, 6), ({"translation": [1, 0]}, None, 7)):
         with pytest.raises(ProtocolError, match="translat|cannot be read"):
-            SessionRequest.from_dict({**values, **changes}, kept, size)
+            read_request({**values, **changes}, kept, size)
 
 
 def packed(probabilities):

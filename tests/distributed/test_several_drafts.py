@@ -1,6 +1,7 @@
 """Several draft workers that share the outcomes: real processes, and the answers of one."""
 
 import dataclasses
+import functools
 
 import psutil
 import pytest
@@ -8,7 +9,9 @@ import torch
 from transformers import GenerationConfig
 
 import hf_ssd
-from hf_ssd.distributed.sessions import SessionRequest, WorkerSession
+from hf_ssd.distributed import shared_channel
+from hf_ssd.distributed.sessions import WorkerSession
+from hf_ssd.drafting.request import SessionRequest
 from hf_ssd.rounds import AHEAD, CUSTOM, Outcome, Plan
 
 from ..helpers.at_length import AtLength
@@ -60,8 +63,8 @@ def test_two_workers_answer_as_one_with_twice_the_budget(target, assistant, two,
 
 def test_two_workers_with_the_same_share_would_not(target, assistant, two, monkeypatch):
     """The mutant for the test above."""
-    to_dict = SessionRequest.to_dict
-    monkeypatch.setattr(SessionRequest, "to_dict", lambda self: to_dict(dataclasses.replace(self, worker_index=0)))
+    write, first = shared_channel.write_request, functools.partial(dataclasses.replace, worker_index=0)
+    monkeypatch.setattr(shared_channel, "write_request", lambda request: write(first(request)))
     expected = generate(target, ready(assistant), budget=2 * BUDGET, do_sample=False)
     assert of_rounds(generate(target, two, do_sample=False), "sources") != of_rounds(expected, "sources")
 

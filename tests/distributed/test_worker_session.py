@@ -11,9 +11,10 @@ from transformers import GenerationConfig
 
 import hf_ssd
 from hf_ssd.distributed import wire
-from hf_ssd.distributed.sessions import SessionRequest, WorkerSession
+from hf_ssd.distributed.sessions import WorkerSession
 from hf_ssd.distributed.transport import DRAFT, broadcast
 from hf_ssd.distributed.wire import Kind, Message
+from hf_ssd.drafting.request import SessionRequest
 from hf_ssd.rounds import AHEAD, NOTHING, PREPARED, Outcome, Plan, RoundRecord, Speculation
 
 from ..helpers.channels import SharedEnds

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from transformers import GenerationConfig
 
 from hf_ssd import SSDConfig
-from hf_ssd.distributed.sessions import SessionRequest
 from hf_ssd.drafting.cache_shapes import CANDIDATES, SHAPES, allocate, chances_of_counts, outcome_chances, shape_for
 from hf_ssd.drafting.drafts import Drafts
 from hf_ssd.drafting.outcome_candidates import UNUSED, OutcomeCandidates
+from hf_ssd.drafting.request import SessionRequest
 
 
 def candidates(rows=3, lookahead=4, vocab_size=30, guesses=24, from_fallback=False, seed=0, sharpness=2.0):

@@ -9,10 +9,10 @@ from train_eagle3 import save_head
 from transformers import GenerationConfig
 
 import hf_ssd
-from hf_ssd.distributed.sessions import SessionRequest
 from hf_ssd.drafting.drafts import Drafts
 from hf_ssd.drafting.head_drafter import HeadDrafter, HeadPrefix
 from hf_ssd.drafting.heads.loading import head_for
+from hf_ssd.drafting.request import SessionRequest
 from hf_ssd.rounds import AHEAD, Outcome, Plan
 
 from ..helpers.assistants import agreement, keep_rejected_tokens, read_the_token_before

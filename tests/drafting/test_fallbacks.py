@@ -6,7 +6,7 @@ from scipy import stats
 from transformers.generation import CandidateGenerator, PromptLookupCandidateGenerator
 
 from hf_ssd import SSDConfig
-from hf_ssd.distributed.sessions import SessionRequest
+from hf_ssd.drafting.request import SessionRequest
 from hf_ssd.generation.proposers.base import Proposal
 from hf_ssd.generation.proposers.custom import CustomFallback, check_proposer
 from hf_ssd.generation.proposers.ngrams import Ngrams

@@ -7,9 +7,9 @@ import torch
 from transformers import GenerationConfig
 
 from hf_ssd import SSDConfig
-from hf_ssd.distributed.sessions import SessionRequest
 from hf_ssd.drafting.autoregressive_drafter import AutoregressiveDrafter
 from hf_ssd.drafting.drafts import Drafts
+from hf_ssd.drafting.request import SessionRequest
 from hf_ssd.drafting.speculator import answer_width
 from hf_ssd.rounds import AHEAD, FINISHED, IN_TURN, NOTHING, PREPARED, PRIMARY, RANDOM, Outcome, Plan
 

@@ -6,8 +6,8 @@ from transformers import GenerationConfig
 
 from hf_ssd import SSDConfig
 from hf_ssd.cache import masks
-from hf_ssd.distributed.sessions import SessionRequest
 from hf_ssd.drafting.recurrent_prefix import RecurrentPrefix
+from hf_ssd.drafting.request import SessionRequest
 from hf_ssd.drafting.verified_prefix import WORTH_KEEPING, VerifiedPrefix
 
 from ..helpers.families import sharp_model, tiny_config

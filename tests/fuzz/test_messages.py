@@ -10,8 +10,8 @@ import torch
 from transformers import GenerationConfig
 
 from hf_ssd.config import LONGEST_LOOKAHEAD
-from hf_ssd.distributed import sessions, wire
-from hf_ssd.distributed.sessions import MOST_TOKENS, MOST_WORKERS, SessionRequest, read_options
+from hf_ssd.distributed import requests, wire
+from hf_ssd.distributed.requests import MOST_TOKENS, MOST_WORKERS, read_options
 from hf_ssd.distributed.wire import FRAME_LENGTH, HEADER, LARGEST_PAYLOAD, Kind, ProtocolError
 from hf_ssd.drafting.vocabulary import Translation
 from hf_ssd.rounds import MODES, SOURCES
@@ -61,7 +61,7 @@ def read_features(payload):
 
 
 def read_request(values):
-    request = SessionRequest.from_dict(values, TRANSLATION, VOCAB)
+    request = requests.read_request(values, TRANSLATION, VOCAB)
     assert 0 < request.vocab_size <= MOST_TOKENS
     assert 0 <= request.seed < 2**31 and 0 <= request.worker_index < request.num_workers <= MOST_WORKERS
     assert type(request.prompt_length) is int and all(prompt.dim() == 1 for prompt in request.prompts)
@@ -161,11 +161,11 @@ def test_damaged_requests(recorded, count, monkeypatch):
     """Valid JSON whose values are others. Settings that most requests leave as they were are read once."""
     chance, found = random.Random(count), []
     read_settings = functools.lru_cache(lambda text: read_options(json.loads(text)))
-    monkeypatch.setattr(sessions, "read_options", lambda settings: read_settings(json.dumps(settings)))
-    requests = [json.dumps(one.message.payload) for one in recorded if one.message.kind == Kind.START]
+    monkeypatch.setattr(requests, "read_options", lambda settings: read_settings(json.dumps(settings)))
+    starts = [json.dumps(one.message.payload) for one in recorded if one.message.kind == Kind.START]
     odd = [None, True, 0, -1, 2**31, 10**400, 1e308, math.nan, "", "auto", "é" * 50, [], [[]], {}, {"a": {}}, [0, 1]]
     for _ in range(count):
-        request = json.loads(chance.choice(requests))
+        request = json.loads(chance.choice(starts))
         for _ in range(chance.randint(1, 2)):
             place = request
             while isinstance(place, dict) and place:

@@ -7,9 +7,9 @@ import hf_ssd
 from hf_ssd.distributed import wire
 from hf_ssd.distributed.assistant import DraftAssistant
 from hf_ssd.distributed.cores import TargetCores
-from hf_ssd.distributed.sessions import SessionRequest
 from hf_ssd.distributed.target_ranks import TargetRanks
 from hf_ssd.distributed.wire import Kind
+from hf_ssd.drafting.request import SessionRequest
 from hf_ssd.generation import loop
 from hf_ssd.generation.draft import FaultTolerantDraft
 from hf_ssd.planning.fixed_plan import FixedPlan

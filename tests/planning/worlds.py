@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 
 from hf_ssd import SSDConfig
-from hf_ssd.distributed.sessions import SessionRequest
 from hf_ssd.distributed.target_ranks import TargetRanks
 from hf_ssd.drafting.cache_shapes import allocate
+from hf_ssd.drafting.request import SessionRequest
 from hf_ssd.generation.draft import FaultTolerantDraft
 from hf_ssd.planning.cost_model import BUDGETS
 from hf_ssd.planning.experience import CallKind

@@ -14,7 +14,7 @@ from hf_ssd.cache.cached_model import CachedModel
 from hf_ssd.cache.graphs import CapturedPass, Graphs
 from hf_ssd.cache.passes import cached_model
 from hf_ssd.cache.ragged import RaggedCache, RaggedLayer
-from hf_ssd.distributed.sessions import SessionRequest
+from hf_ssd.drafting.request import SessionRequest
 from hf_ssd.drafting.verified_prefix import WORTH_KEEPING, VerifiedPrefix
 
 from ..helpers import comparing

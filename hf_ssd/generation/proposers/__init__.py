@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from ...distributed.sessions import SessionRequest
+from ...drafting.request import SessionRequest
 from ...rounds import CUSTOM, NGRAM, RANDOM
 from .base import Proposer
 from .custom import CustomFallback

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 
 from ...devices import from_host
-from ...distributed.sessions import SessionRequest
+from ...drafting.request import SessionRequest
 from ...rounds import AHEAD, EARLY, LONGEST_EARLY, NOTHING, PLAIN, Plan, Speculation, padded
 from . import PROPOSERS
 from .base import Proposal, Proposer

@@ -5,10 +5,10 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ..cache.compiled import why_not_compiled
 from ..config import SSDConfig
-from ..drafting.drafts import Drafts
-from ..drafting.heads.base import Head
 from ..rounds import AHEAD, Outcome, Plan
-from .sessions import SessionRequest
+from .drafts import Drafts
+from .heads.base import Head
+from .request import SessionRequest
 
 PROMPT_LENGTH = 8  # tokens, an arbitrary number
 
