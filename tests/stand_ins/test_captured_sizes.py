@@ -1,23 +1,23 @@
 """Captured passes of sizes that are rounded up, of masks that cannot be captured, and of heads."""
 
-import contextlib
-
 import pytest
 import torch
-from transformers import set_seed
+from transformers import GenerationConfig
 
+import hf_ssd
 from hf_ssd.cache import passes
 from hf_ssd.cache.graphs import Graphs
 from hf_ssd.cache.passes import cached_model
 from hf_ssd.cache.ragged import RaggedCache
+from hf_ssd.drafting.autoregressive_drafter import AutoregressiveDrafter
+from hf_ssd.drafting.vocabulary import Vocabulary
+from hf_ssd.rounds import AHEAD, Plan, Speculation
 
 from ..helpers.comparing import generate
 from ..helpers.families import sharp_model, tiny_config
 from ..helpers.heads import tiny_head, tiny_mtp_head
-from ..helpers.loopback import assistant_of
 from ..helpers.tape import use_tapes
 from ..helpers.tiny import VOCAB, padded_batch, tiny_draft
-from ..helpers.vocabularies import resized_draft
 
 
 @pytest.fixture(autouse=True)
@@ -46,30 +46,36 @@ def test_chunks_begin_after_the_padding_of_the_call_that_is_running():
     assert Graphs.of(model).failure is None and Graphs.of(model).passes
 
 
-def ahead(target, draft, inputs, of_config, **options):
-    """A call whose draft prepares, in this process, all that it can."""
-    assistant = assistant_of(draft, contextlib.nullcontext)
-    return generate(target, assistant, inputs, {"lookahead": 3, **of_config}, **options)
+def drafted(draft, graphs, budget, vocabulary=None, **sampling):
+    config = hf_ssd.SSDConfig(lookahead=3, budget=budget, cuda_graphs=graphs)
+    generation = GenerationConfig(max_length=100, do_sample=bool(sampling), **sampling)
+    prompts, plan = [torch.arange(2, 9), torch.arange(2, 12)], Plan(AHEAD, 3, 3, budget)
+    drafter = AutoregressiveDrafter(draft, config, generation, prompts, seed=0, vocabulary=vocabulary)
+    drafter.begin()
+    found, _ = drafter.complete(Speculation.empty(2), 3, plan)
+    candidates = drafter.candidates([False] * 2, budget)
+    outcomes = candidates.outcomes([[budget - 3, 1, 1, 1]] * 2)
+    grown = [passed[0] for passed in drafter.grow(*outcomes, plan) if passed is not None]
+    drafter.prefix.decoder.close()
+    return found.tokens, grown
 
 
-@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "temperature": 0.7}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7}], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("budget", [9, 11])
-def test_branches_whose_number_is_rounded_up_keep_their_places(budget, sampling, target, draft):
-    found = []
-    for cuda_graphs in (False, "auto", "auto"):
-        set_seed(3)
-        of_config = {"budget": budget, "cuda_graphs": cuda_graphs}
-        output = ahead(target, draft, padded_batch(2), of_config, **sampling)
-        stats = output.ssd_stats
-        found.append((output.sequences.tolist(), stats.column("accepted"), stats.column("hits")))
-    assert found[0] == found[1] == found[2] and stats.hit_rate > 0
-    assert Graphs.of(draft).failure is None and Graphs.of(draft).passes
+@torch.inference_mode()
+def test_branches_whose_number_is_rounded_up_keep_their_places(budget, sampling):
+    draft = tiny_draft()
+    for _ in range(2):
+        assert drafted(draft, "auto", budget, **sampling) == drafted(draft, False, budget, **sampling)
+    graphs = Graphs.of(draft)
+    assert graphs.failure is None and graphs.passes
 
 
-def test_tokens_that_the_draft_lacks_do_not_turn_graphs_off(target):
-    draft = resized_draft(VOCAB - 7)
+@torch.inference_mode()
+def test_tokens_that_the_draft_lacks_do_not_turn_graphs_off():
+    draft = tiny_draft()
     for _ in range(3):
-        ahead(target, draft, {"input_ids": torch.arange(2, 9)[None]}, {"budget": 4})
+        drafted(draft, "auto", 4, Vocabulary(VOCAB + 3, VOCAB))
     assert Graphs.of(draft).failure is None and Graphs.of(draft).passes
 
 
