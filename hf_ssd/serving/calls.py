@@ -29,8 +29,7 @@ from .limits import Limits
 from .logprobs import Entry, entries_of_prompt
 from .metrics import CANCELLED, FAILED, FINISHED, REFUSED, Totals
 from .parameters import Parameters
-from .penalties import Penalties
-from .rows import Choice, Row, StopCriteria
+from .rows import Choice, Penalties, Row, StopCriteria
 
 END_TIMEOUT = 10  # seconds for a running call to reach its next round
 POLL = 0.1  # seconds between two looks whether a client has left or the server is to end

@@ -1,4 +1,4 @@
-"""The rows that a call generates: their texts, where these reach a stop string, and the choices that they are for."""
+"""The rows that a call generates: their texts, stop strings and penalties, and the choices that they are for."""
 
 import asyncio
 import itertools
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
-from transformers import StoppingCriteria
+from transformers import LogitsProcessor, StoppingCriteria
 from transformers.cli.serving.utils import ToolCall, _GenerationCancelled, _StreamError, response_events_to_chunks
 from transformers.generation.streamers import BaseStreamer
 
@@ -104,6 +104,20 @@ class StopCriteria(StoppingCriteria):
             row.read(tokens, self.seen)
         self.seen = input_ids.shape[1] - self.length
         return torch.tensor([row.end is not None for row in self.rows], device=input_ids.device)
+
+
+class Penalties(LogitsProcessor):
+    """Lowers each token's logit by `frequency` for each time that the answer has it, and by `presence` if it has it."""
+
+    # This is OpenAI's formula.
+
+    def __init__(self, prompt_length: int, frequency: float, presence: float):
+        self.prompt_length, self.frequency, self.presence = prompt_length, frequency, presence
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        answer = input_ids[:, self.prompt_length :]
+        counts = torch.zeros_like(scores).scatter_add_(1, answer, torch.ones_like(answer, dtype=scores.dtype))
+        return scores - self.frequency * counts - self.presence * (counts > 0)
 
 
 class Choice(BaseStreamer):
