@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
-from transformers.cli.serving.utils import _GenerationCancelled
+from transformers.cli.serving.utils import InferenceThread, _GenerationCancelled
 from transformers.generation.streamers import BaseStreamer
 
 from ..generation.continuous import BatchIsFull, ContinuousBatching
@@ -133,11 +133,12 @@ class CallRunner:
     def __init__(self, limits: Limits, totals: Totals, max_tokens: int | None, batch: ContinuousBatching | None):
         self.limits, self.totals, self.max_tokens, self.batch, self.are_over = limits, totals, max_tokens, batch, False
         self.counting, self.without_draft = threading.Lock(), threading.Lock()
-        # Without a batch one thread generates: CUDA graphs belong to the thread that has captured them.
-        self.submit = ThreadPoolExecutor(1 if batch is None else MOST_WAITING, "hf_ssd waits for answers").submit
-        if batch is not None:
-            batch.rows.on_round = totals.add_round
-            batch.start()
+        if batch is None:
+            self.submit = InferenceThread().submit
+            return
+        self.submit = ThreadPoolExecutor(MOST_WAITING, "hf_ssd waits for answers").submit
+        batch.rows.on_round = totals.add_round
+        batch.start()
 
     def others(self) -> int:
         """Returns how many rows are decoded beside a row."""

@@ -1,14 +1,16 @@
 """The target's end of a channel in several threads, each with a session of its own."""
 
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
+from hf_ssd import SSDConfig
 from hf_ssd.distributed import transport
 from hf_ssd.distributed.transport import PeerLost
 from hf_ssd.distributed.wire import FRAME_LENGTH, Kind, Message, ProtocolError
+from hf_ssd.drafting.request import SessionRequest
 
 from ..helpers.channels import SharedEnds, both
 
@@ -16,7 +18,7 @@ COUNT = 40
 
 
 def start(ends, number):
-    ends.channel.start(number, SimpleNamespace(to_dict=dict, translation=None, prompts=[0], vocab_size=9))
+    ends.channel.start(number, SessionRequest(SSDConfig(), GenerationConfig(), [torch.tensor([0])], 0, 9))
     assert ends.draft.receive(10).session == number
 
 
