@@ -32,6 +32,8 @@ def are_close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class AttentionLayout:
+    """Which columns the layers of a model look at."""
+
     window: int | None = None  # positions that sliding layers look back; `None` if no layer slides
     mixed: bool = False  # whether only some layers slide, so that the model takes a mask for each kind
     chunked: bool = False  # whether these do not slide, but see the query's chunk of `window` positions

@@ -145,7 +145,7 @@ def decode(target: Target, rows, draft: FaultTolerantDraft, logits: torch.Tensor
         # 3. Send the outcome with the planner's plan before anything else is done. All ranks get the leader's outcome.
         seconds = time.perf_counter() - received
         if target.states is not None and record is not None:
-            target.states.add(decoder.features, outcome.accepted)
+            target.take_in(outcome.accepted)
         if rows.join:
             rows.admit(draft)
         outcome = draft.send_outcome(outcome, target.states)

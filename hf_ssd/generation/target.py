@@ -110,6 +110,10 @@ class Target:
             index = from_host([[0, *[node + 1 for node in path]] for path in paths], self.decoder.features.device)
             self.decoder.features = self.decoder.features[torch.arange(len(index))[:, None], index]
 
+    def take_in(self, accepted: list[int]) -> None:
+        """Keeps the hidden states of the tokens that are verified."""
+        self.states.add(self.decoder.features, accepted)
+
     def verify_alone(self, rows: list[int], place: int) -> torch.Tensor:
         """
         Feeds the last token of these rows again, after `place` verified tokens of the round, and clears the columns
