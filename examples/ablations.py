@@ -31,13 +31,13 @@ import hf_ssd
 from hf_ssd import theory
 from hf_ssd.cli.methods import sampling
 from hf_ssd.distributed.cores import available_cores
-from hf_ssd.distributed.sessions import LocalSession
 from hf_ssd.distributed.target_ranks import TargetRanks
 from hf_ssd.drafting import cache_shapes
 from hf_ssd.drafting.cache_shapes import CacheShape, Confidence, RowByRow, shape_for
 from hf_ssd.drafting.draft_info import DraftInfo
 from hf_ssd.drafting.heads.loading import head_for
 from hf_ssd.drafting.sampling import DraftSampler
+from hf_ssd.generation.local_session import LocalSession
 
 try:
     from matplotlib.figure import Figure

@@ -1,22 +1,17 @@
 """The draft as the target sees it, for the length of one generate() call."""
 
-import contextlib
 import time
-import weakref
 from collections.abc import Callable
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 
-from ..drafting.drafts import Drafts
 from ..drafting.request import SessionRequest
 from ..rounds import IN_TURN, Outcome, Plan, RoundRecord, Speculation
 from . import wire
-from .requests import raised_as, settings_of
+from .requests import settings_of
 from .transport import AWAKE, PeerLost
 from .wire import Kind, Message, ProtocolError
-
-RAISED = "The draft raised"
 
 
 class DraftError(RuntimeError):
@@ -109,36 +104,3 @@ class WorkerSession(DraftSession):
     def close(self) -> None:
         """Leaves the worker at rest, or ends it if it cannot be used again; the next call then starts another."""
         self.channel.leave(self.number, self.is_reusable)
-
-
-_drafts: "weakref.WeakKeyDictionary[PreTrainedModel, Drafts]" = weakref.WeakKeyDictionary()
-
-
-class LocalSession(DraftSession):
-    """The draft works, and prepares if a plan has a budget, while the target waits for its answer."""
-
-    def __init__(self, model: PreTrainedModel, request: SessionRequest):
-        with raised_as(DraftError, RAISED):
-            self.speculator = _drafts.setdefault(model, Drafts()).speculator(model, request)
-            self.speculator.plan, self.join = request.plan, self.speculator.join
-            self.speculator.drafter.begin()
-
-    def send_outcome(self, outcome: Outcome, plan: Plan) -> None:
-        self.told = outcome, plan
-
-    def receive_speculation(self) -> Speculation:
-        with raised_as(DraftError, RAISED):
-            self.speculator.prepare(self.speculator.plan)
-            self.answer = self.speculator.complete(self.speculator.look_up(*self.told))
-            return self.answer
-
-    def send_proposals(self, tokens: list[list[int]], sources: list[str]) -> None:
-        self.speculator.take_speculation(tokens, sources)
-
-    def receive_probabilities(self) -> torch.FloatTensor | None:
-        with raised_as(DraftError, RAISED):
-            return self.speculator.distributions(self.answer)
-
-    def close(self) -> None:
-        with contextlib.suppress(Exception):  # the call has all its tokens
-            self.speculator.end()

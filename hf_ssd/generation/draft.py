@@ -8,10 +8,11 @@ from transformers import GenerationConfig
 from transformers.utils import logging
 
 from ..cache.support import last_position_limit
-from ..distributed.sessions import DraftError, DraftSession, LocalSession
+from ..distributed.sessions import DraftError, DraftSession
 from ..drafting.request import SessionRequest
 from ..planning.planner import Planner
 from ..rounds import AHEAD, IN_TURN, PLAIN, Outcome, Speculation
+from .local_session import LocalSession
 from .proposers.proposers import Proposers
 from .target import Features
 from .tokenizers import check_coverage

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from hf_ssd.distributed.sessions import LocalSession
 from hf_ssd.generation import draft
+from hf_ssd.generation.local_session import LocalSession
 from hf_ssd.generation.proposers.proposers import Proposers
 from hf_ssd.rounds import AHEAD, Plan
 
