@@ -111,9 +111,11 @@ def test_overall_hit_rate_is_where_the_chain_settles(p_primary, p_backup):
     assert theory.overall_hit_rate(p_primary, p_backup) == pytest.approx(share, abs=1e-6)
 
 
-@given(rates, times, times)
-def test_corollary_8(p, draft_time, primary_time):
+@given(rates, times, times, tokens)
+def test_corollary_8_is_the_ratio_of_the_two_speedups(p, draft_time, primary_time, expected):
     ratio = theory.ssd_over_speculative_decoding(p, draft_time, primary_time)
+    ssd = theory.ssd_speedup(p, expected, expected, primary_time, backup_time=draft_time)
+    assert ratio == pytest.approx(ssd / theory.speculative_decoding_speedup(expected, draft_time))
     formula = (1 + draft_time) / (p * max(1, primary_time) + (1 - p) * (1 + draft_time))
     assert ratio == pytest.approx(formula)
     if primary_time <= 1 + draft_time:

@@ -88,21 +88,20 @@ class DraftServer:
             call.passes = None
 
     def handle(self, message: Message) -> None:
-        if message.kind == Kind.START:
-            return self._start(message)
         call = self.calls.get(message.session)
-        if call is None:
-            return  # it has failed or was interrupted
-        if message.kind != Kind.END:
+        is_of_call = call is not None  # which has neither failed nor been interrupted
+        if is_of_call and message.kind != Kind.END:
             wire.expect(message, message.kind, call.number, call.round)
         match message.kind:
-            case Kind.JOIN:
+            case Kind.START:
+                self._start(message)
+            case Kind.JOIN if is_of_call:
                 self._join(call, message)
-            case Kind.OUTCOME:
+            case Kind.OUTCOME if is_of_call:
                 self._answer(call, message)
-            case Kind.SPECULATION:
+            case Kind.SPECULATION if is_of_call:
                 self._take_proposals(call, message)
-            case Kind.END:
+            case Kind.END if is_of_call:
                 self._end(call)
 
     def _start(self, message: Message) -> None:

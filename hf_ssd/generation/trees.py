@@ -76,7 +76,7 @@ def verify_tree(target, rows, speculation: Speculation) -> tuple[torch.LongTenso
 
 def widest(config: SSDConfig) -> int:
     """Returns the most drafted tokens of a row that a pass verifies."""
-    longest = max(LOOKAHEADS) if config.lookahead == "auto" else config.lookahead
+    longest = config.lookahead if isinstance(config.lookahead, int) else max(LOOKAHEADS)
     return max(longest, nodes_of(config))
 
 

@@ -23,6 +23,12 @@ BUDGET = 6
 
 
 @pytest.fixture(scope="module")
+def one(draft):
+    with hf_ssd.launch_draft(draft, num_threads=1) as assistant:
+        yield assistant
+
+
+@pytest.fixture(scope="module")
 def shared_two(draft):
     with hf_ssd.launch_draft(draft, devices=["cpu", "cpu"], num_threads=1) as assistant:
         yield assistant
@@ -53,19 +59,19 @@ def of_rounds(output, *names):
     ],
     ids=str,
 )
-def test_two_workers_answer_as_one_with_twice_the_budget(target, assistant, two, rows, options):
-    expected = generate(target, ready(assistant), rows, budget=2 * BUDGET, **options)
+def test_two_workers_answer_as_one_with_twice_the_budget(target, one, two, rows, options):
+    expected = generate(target, one, rows, budget=2 * BUDGET, **options)
     output = generate(target, two, rows, **options)
     assert torch.equal(output.sequences, expected.sequences)
     assert of_rounds(output, "sources", "accepted") == of_rounds(expected, "sources", "accepted")
     assert 0 < output.ssd_stats.hit_rate and {budget for (budget,) in of_rounds(output, "budget")} == {2 * BUDGET}
 
 
-def test_two_workers_with_the_same_share_would_not(target, assistant, two, monkeypatch):
+def test_two_workers_with_the_same_share_would_not(target, one, two, monkeypatch):
     """The mutant for the test above."""
     write, first = shared_channel.write_request, functools.partial(dataclasses.replace, worker_index=0)
     monkeypatch.setattr(shared_channel, "write_request", lambda request: write(first(request)))
-    expected = generate(target, ready(assistant), budget=2 * BUDGET, do_sample=False)
+    expected = generate(target, one, budget=2 * BUDGET, do_sample=False)
     assert of_rounds(generate(target, two, do_sample=False), "sources") != of_rounds(expected, "sources")
 
 

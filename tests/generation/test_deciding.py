@@ -19,7 +19,7 @@ HISTORY = {"repetition_penalty": 1.5, "no_repeat_ngram_size": 2, "encoder_repeti
 CASES = {  # settings and options of a call
     "none": ({}, {}),
     "warpers": ({}, {"top_k": 40, "top_p": 0.9}),
-    "history": ({}, {**HISTORY, "top_k": 40, "min_length": 15, "eos_token_id": 3}),
+    "history": ({}, {**HISTORY, "top_k": 40, "max_new_tokens": 30, "min_length": 25, "eos_token_id": 3}),
     "trees": ({"tree_nodes": 8, "verification": "coupled"}, {}),
 }
 

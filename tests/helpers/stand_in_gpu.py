@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 GPU = torch.device("cuda", 0)
 
@@ -189,4 +189,8 @@ def to_gpu(model: torch.nn.Module) -> torch.nn.Module:
 
 def _on_gpu(value):
     """Makes tensors of a result such of the stand-in."""
-    return tree_map_only(Tensor, lambda one: one if isinstance(one, OnGPU) else one.as_subclass(OnGPU), value)
+    if isinstance(value, Tensor) and not isinstance(value, OnGPU):
+        return value.as_subclass(OnGPU)
+    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        return type(value)([_on_gpu(one) for one in value])
+    return value

@@ -10,7 +10,7 @@ from hf_ssd.cache.graphs import Graphs
 from hf_ssd.cache.passes import cached_model
 from hf_ssd.cache.ragged import RaggedCache
 from hf_ssd.drafting.autoregressive_drafter import AutoregressiveDrafter
-from hf_ssd.drafting.vocabulary import Vocabulary
+from hf_ssd.drafting.request import SessionRequest
 from hf_ssd.rounds import AHEAD, Plan, Speculation
 
 from ..helpers.comparing import generate
@@ -46,11 +46,11 @@ def test_chunks_begin_after_the_padding_of_the_call_that_is_running():
     assert Graphs.of(model).failure is None and Graphs.of(model).passes
 
 
-def drafted(draft, graphs, budget, vocabulary=None, **sampling):
+def drafted(draft, graphs, budget, vocab_size=VOCAB, **sampling):
     config = hf_ssd.SSDConfig(lookahead=3, budget=budget, cuda_graphs=graphs)
     generation = GenerationConfig(max_length=100, do_sample=bool(sampling), **sampling)
     prompts, plan = [torch.arange(2, 9), torch.arange(2, 12)], Plan(AHEAD, 3, 3, budget)
-    drafter = AutoregressiveDrafter(draft, config, generation, prompts, seed=0, vocabulary=vocabulary)
+    drafter = AutoregressiveDrafter(draft, SessionRequest(config, generation, prompts, 0, vocab_size))
     drafter.begin()
     found, _ = drafter.complete(Speculation.empty(2), 3, plan)
     candidates = drafter.candidates([False] * 2, budget)
@@ -75,7 +75,7 @@ def test_branches_whose_number_is_rounded_up_keep_their_places(budget, sampling)
 def test_tokens_that_the_draft_lacks_do_not_turn_graphs_off():
     draft = tiny_draft()
     for _ in range(3):
-        drafted(draft, "auto", 4, Vocabulary(VOCAB + 3, VOCAB))
+        drafted(draft, "auto", 4, VOCAB + 3)
     assert Graphs.of(draft).failure is None and Graphs.of(draft).passes
 
 
