@@ -10,7 +10,6 @@ from hf_ssd.cache import compiled
 from hf_ssd.cache.cached_model import view_for_passes
 
 from ..helpers.comparing import GREEDY, generate
-from ..helpers.suites import slowly
 from ..helpers.tiny import padded_batch, tiny_draft, tiny_model
 
 ONE_LAYER = {"num_hidden_layers": 1}
@@ -32,10 +31,10 @@ def no_inductor(monkeypatch):
     "compiles, settings",
     [
         (torch.nn.Module.compile, {"options": {"speed": 3}}),
-        slowly(torch.nn.Module.compile, {}),
-        slowly(torch.nn.Module.compile, {"mode": "careful"}),
-        slowly(by_forward, {"dynamic": True}),
-        slowly(by_forward, {"options": {"speed": 3}}),
+        (torch.nn.Module.compile, {}),
+        (torch.nn.Module.compile, {"mode": "careful"}),
+        (by_forward, {"dynamic": True}),
+        (by_forward, {"options": {"speed": 3}}),
     ],
 )
 def test_a_target_is_compiled_by_the_users_backend(compiles, settings):
@@ -58,8 +57,8 @@ def test_a_target_is_compiled_by_the_users_backend(compiles, settings):
     "settings, patched",
     [
         ({"mode": "max-autotune-no-cudagraphs"}, {"max_autotune": True}),
-        slowly({"options": {"epilogue_fusion": False}}, {"epilogue_fusion": False}),
-        slowly({}, {}),
+        ({"options": {"epilogue_fusion": False}}, {"epilogue_fusion": False}),
+        ({}, {}),
     ],
 )
 def test_mode_and_options_of_inductor_are_passed_on(settings, patched, monkeypatch):
@@ -79,7 +78,7 @@ def test_mode_and_options_of_inductor_are_passed_on(settings, patched, monkeypat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("side", ["target", slowly("draft")])
+@pytest.mark.parametrize("side", ["target", "draft"])
 def test_what_cannot_be_compiled_runs_uncompiled_and_says_so_once(side, monkeypatch):
     def broken(graph, inputs):
         raise OSError("no C++ compiler")

@@ -176,7 +176,7 @@ with hf_ssd.launch_draft(tiny_model(), num_threads=1, timeout=60) as assistant:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_daemon", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("is_daemon", [False, True])
 def test_a_program_without_standard_streams_has_a_worker(tmp_path, is_daemon, request, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     result, command = tmp_path / "result", [sys.executable, str(tmp_path / "script.py")]

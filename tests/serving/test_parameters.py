@@ -13,7 +13,6 @@ from openai.types.responses.response_create_params import ResponseCreateParamsSt
 from hf_ssd.serving import parameters
 
 from ..helpers.servers import CHAT, COMPLETIONS, PROMPT, REQUESTS, RESPONSES, said
-from ..helpers.suites import slowly
 
 VOCABULARY = 97
 KINDS = {CHAT: parameters.ChatRequest, COMPLETIONS: parameters.CompletionRequest, RESPONSES: parameters.ResponseRequest}
@@ -160,7 +159,7 @@ def test_a_logit_bias_of_whole_numbers_decides(server, ask):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", [5, slowly(1)])
+@pytest.mark.parametrize("share", [5, 1])
 @pytest.mark.parametrize("path", REQUESTS)
 def test_values_of_another_kind_are_refused_in_openais_form(server, path, share):
     """Each parameter gets each of some values, or a share of them: it is served, or refused with 400."""

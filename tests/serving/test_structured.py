@@ -17,7 +17,6 @@ from hf_ssd.serving.calls import CallRunner
 from hf_ssd.serving.parameters import ChatRequest
 
 from ..helpers.servers import CHAT, PAIR, RESPONSES, ServerThread
-from ..helpers.suites import slowly
 from .test_answers import Forced, caller_folder
 
 pytest.importorskip("llguidance")
@@ -93,7 +92,7 @@ EMPTY = {"type": "function", "function": {"name": "g", "parameters": {"const": {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tool", [slowly(TOOLS[0]), EMPTY], ids=["f", "g"])
+@pytest.mark.parametrize("tool", [TOOLS[0], EMPTY], ids=["f", "g"])
 def test_the_calls_of_a_strict_tool_follow_its_schema(server, monkeypatch, tool):
     tokens = server.processor("Sure.\n<tool_call>", add_special_tokens=False)["input_ids"]
     settings = CallRunner._settings

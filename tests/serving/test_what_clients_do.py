@@ -20,7 +20,6 @@ from hf_ssd.serving.server import hosts
 
 from ..helpers.channels import both
 from ..helpers.servers import CHAT, COMPLETIONS, LONG, PROMPT, REQUESTS, RESPONSES, ServerThread, said, within
-from ..helpers.suites import slowly
 from ..helpers.tiny import tiny_model
 
 
@@ -36,7 +35,7 @@ def refused(server, path: str, body: dict | bytes, **headers) -> tuple[int, str]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ask", ["chat", slowly("complete")])
+@pytest.mark.parametrize("ask", ["chat", "complete"])
 def test_a_positive_temperature_samples(server, ask):
     def text(**options) -> str:
         return said(server.chunks(ask, PROMPT, 12, False, **options))[0].text
