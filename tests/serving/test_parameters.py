@@ -159,10 +159,9 @@ def test_a_logit_bias_of_whole_numbers_decides(server, ask):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", [5, 1])
 @pytest.mark.parametrize("path", REQUESTS)
-def test_values_of_another_kind_are_refused_in_openais_form(server, path, share):
-    """Each parameter gets each of some values, or a share of them: it is served, or refused with 400."""
+def test_values_of_another_kind_are_refused_in_openais_form(server, path):
+    """Each parameter gets each of some values: it is served, or refused with 400."""
     fields, statuses = names_of(KINDS[path]), set()
     deeper = lambda value: [  # noqa: E731  places that templates read
         {"messages": [{"role": value, "content": value}]},
@@ -174,9 +173,9 @@ def test_values_of_another_kind_are_refused_in_openais_form(server, path, share)
         {"generation_config": json.dumps({"max_new_tokens": value})},
         {"generation_config": json.dumps({"top_k": value, "max_new_tokens": 1, "do_sample": True})},
     ]
-    for number, value in enumerate(WRONG):
-        for place, body in enumerate([*({name: value} for name in sorted(fields)), *deeper(value)]):
-            if (number + place) % share or body == {"stream": True} or not body.keys() <= fields:
+    for value in WRONG:
+        for body in [*({name: value} for name in sorted(fields)), *deeper(value)]:
+            if body == {"stream": True} or not body.keys() <= fields:
                 continue
             status, answer = server.request(path, **{"stream": False, **body})
             statuses.add(status)
