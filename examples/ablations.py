@@ -135,7 +135,7 @@ class Recorder(hf_ssd.DraftAssistant, CacheShape):
     lookahead neither depends on what is prepared, so one recording serves every shape and budget.
     """
 
-    state = "ready"
+    state, positions = "ready", None
 
     def __init__(self, draft):
         self.draft, self.cores, self.info, self.rounds = draft, None, DraftInfo.of(draft.config), []
