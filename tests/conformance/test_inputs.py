@@ -29,26 +29,26 @@ def continued(target, **ssd):
     first = target.generate(**inputs, **{**options, "max_new_tokens": 8})
     new = torch.tensor([[5, 6, 7, 8, 9]])
     mask = torch.ones(1, first[CACHE].get_seq_length() + new.shape[1], dtype=torch.long)
-    return target.generate(new, attention_mask=mask, **options, **ssd).sequences
+    return target.generate(new, attention_mask=mask, **options, **ssd)
 
 
 def longer_than_by_default(target, **ssd):
     """The user's criterion takes the place of the 20 tokens that transformers would generate."""
     criteria = StoppingCriteriaList([MaxLengthCriteria(64)])
-    return target.generate(**padded_batch(3), stopping_criteria=criteria, **GREEDY, **ssd).sequences
+    return target.generate(**padded_batch(3), stopping_criteria=criteria, **GREEDY, **ssd)
 
 
 def positions_of_ones_own(target, **ssd):
     inputs = padded_batch(1)
     inputs["position_ids"] = torch.arange(40, 49)[None]
-    return target.generate(**inputs, max_new_tokens=20, **GREEDY, **ssd).sequences
+    return target.generate(**inputs, max_new_tokens=20, **GREEDY, **ssd)
 
 
 def padding_behind_the_prompt(target, **ssd):
     mask = torch.ones(3, 9, dtype=torch.bool)
     mask[1, 6:] = mask[2, 8:] = False
     ids = padded_batch(3)["input_ids"].clamp(min=2)
-    return target.generate(ids, attention_mask=mask, max_new_tokens=20, **GREEDY, **ssd).sequences
+    return target.generate(ids, attention_mask=mask, max_new_tokens=20, **GREEDY, **ssd)
 
 
 CASES = [continued, longer_than_by_default, positions_of_ones_own]
@@ -56,14 +56,16 @@ CASES = [continued, longer_than_by_default, positions_of_ones_own]
 
 @pytest.mark.parametrize("case", [*CASES, padding_behind_the_prompt])
 def test_positions_are_those_of_plain_generation(target, case):
-    assert torch.equal(case(target, **settings(tiny_draft())), case(target))
+    output = case(target, **settings(tiny_draft()))
+    assert torch.equal(output.sequences, case(target).sequences)
+    assert output.ssd_stats.draft_failure is None and any(output.ssd_stats.column("lookahead"))
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_limit_of_another_kind_is_noticed(target, monkeypatch, case):
-    plain = case(target)
+    plain = case(target).sequences
     ignoring_the_limit(monkeypatch)
-    assert not torch.equal(case(target, **settings(tiny_draft())), plain)
+    assert not torch.equal(case(target, **settings(tiny_draft())).sequences, plain)
 
 
 def learned_positions(count):
@@ -91,8 +93,8 @@ def test_token_types_go_on_as_in_plain_generation(monkeypatch, is_forgotten):
     if is_forgotten:
         init = CachedModel.__init__
         monkeypatch.setattr(CachedModel, "__init__", lambda *a, token_type_ids=None, **k: init(*a, **k))
-    ssd = target.generate(**options, **settings(target)).sequences
-    assert (plain.shape == ssd.shape and torch.equal(plain, ssd)) != is_forgotten
+    output = target.generate(**options, **settings(target))
+    assert torch.equal(plain, output.sequences) != is_forgotten and any(output.ssd_stats.column("lookahead"))
 
 
 # ---------------------------------------------------------------- rotary embeddings that change

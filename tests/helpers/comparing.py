@@ -22,8 +22,8 @@ def generate(target, draft, inputs, of_config=(), **options):
 
 
 def as_plain(target, draft, inputs, of_config=(), **options):
-    """Checks that the tokens of a call are those of plain generate(), and returns both outputs."""
+    """Checks that a call speculates and that its tokens are those of plain generate(), and returns both outputs."""
     plain = target.generate(**inputs, **{**GREEDY, **options})
     output = generate(target, draft, inputs, of_config, **options)
-    assert torch.equal(output.sequences, plain.sequences)
+    assert torch.equal(output.sequences, plain.sequences) and any(output.ssd_stats.column("lookahead"))
     return output, plain
