@@ -43,6 +43,7 @@ class WorkerSession(DraftSession):
 
     def join(self, row: int, start: int, tokens: list[int], options: GenerationConfig | None, seed: int) -> None:
         """Gives the tokens of a row after its first `start`. With the last ones come its `options`."""
+        # The row then takes part in the next verification, without tokens from the draft.
         settings = None if options is None else settings_of(options)
         self.channel.send(Message(Kind.JOIN, self.number, self.round + 1, [row, start, tokens, settings, seed]))
 
@@ -69,7 +70,8 @@ class WorkerSession(DraftSession):
         return self.speculation
 
     def receive_probabilities(self) -> torch.FloatTensor:
-        """Returns the distributions of the tokens. A draft of another kind returns `None` if they are lost."""
+        """Returns the distributions `(rows, width, vocab_size)` that the tokens of the speculation were drawn from."""
+        # Not called for a speculation without tokens. A session of another kind returns `None` if they are lost.
         shape = self.rows, self.speculation.width, self.vocab_size
         return self._receive(Kind.PROBABILITIES, None, wire.read_probabilities, shape)
 
